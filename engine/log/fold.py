@@ -67,7 +67,7 @@ from engine.log.read import LINES_KEPT
 from engine.log.table import ABSENT, GPU_FIELDS, Batch, Table
 from engine.log.view import (
     MEMORY_KEPT,
-    PHASES_KEPT,
+    STEPS_KEPT,
     WROTE_FIRST,
     WROTE_KEPT,
     Clock,
@@ -209,14 +209,8 @@ class _Changes:
             self.extend(name, columns, opened_s)
         for name, rows in groups.items():
             if name == "step":
-                step = rows[-1]
-                batch_of_epoch = (
-                    None if step.batch is None or not step.batches else (step.batch, step.batches)
-                )
-                recent = (*self.get("recent_phases"), *(row.phases for row in rows))
-                self.changes["recent_phases"] = recent[-PHASES_KEPT:]
-                self.changes |= {"host_s": step.host, "batch": batch_of_epoch}
-                self.changes["planned_steps"] = step.total_steps
+                recent = (*self.get("recent_steps"), *rows)
+                self.changes["recent_steps"] = recent[-STEPS_KEPT:]
             elif name == "host":
                 self.changes["host"] = self.newest(rows, "")
             else:

@@ -40,6 +40,7 @@ from engine.log.events import (
     RunStarted,
     ScriptEnded,
     StackDump,
+    StepDone,
     StudentSaved,
     TrainerExited,
     Watched,
@@ -58,8 +59,8 @@ GOING_ON = ("not started", "starting", "running", "stopping")
 """States of a run that has not ended."""
 MEMORY_KEPT = 512
 """Number of points that are kept of each memory value that a script logs."""
-PHASES_KEPT = 8
-"""Number of newest steps whose phases are kept: a step's row in the table has none."""
+STEPS_KEPT = 8
+"""Number of newest steps that are kept whole: a step's row in the table has no phases."""
 WROTE_KEPT, WROTE_FIRST = 1000, 10
 """Number of `Wrote` events that are kept, the first WROTE_FIRST and the newest."""
 LONGEST_STATE = 32
@@ -165,14 +166,8 @@ class RunView:
     data: DataReady | None = None
     models: dict[str, ModelReady] = field(default_factory=dict)
     steps: Table = field(default_factory=lambda: Table(STEP_FIELDS))
-    recent_phases: tuple[Mapping[str, float], ...] = ()
-    """Seconds of each phase of the newest steps, PHASES_KEPT at most, by the device's clock."""
-    host_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of each of HOST_PARTS before the newest step's record."""
-    planned_steps: int | None = None
-    """Steps of the whole training of a watched script, as its framework reported at the newest step."""
-    batch: tuple[int, int] | None = None
-    """Batch in the current epoch of a watched script, and batches of the epoch."""
+    recent_steps: tuple[StepDone, ...] = ()
+    """The newest steps, STEPS_KEPT at most."""
     session_row: int = 0
     """The row of `steps` where this session begins."""
     evals: tuple[Evaluated, ...] = ()
@@ -360,12 +355,27 @@ class RunView:
     def total_steps(self) -> int | None:
         """Steps of the whole training: as configured, or as the framework of a watched script reports; None if
         unknown."""
-        return self.started.steps if self.started else self.planned_steps
+        if self.started:
+            return self.started.steps
+        return self.recent_steps[-1].total_steps if self.recent_steps else None
+
+    @property
+    def batch(self) -> tuple[int, int] | None:
+        """Batch in the current epoch of a watched script, and batches of the epoch."""
+        newest = self.recent_steps[-1] if self.recent_steps else None
+        if newest is None or newest.batch is None or not newest.batches:
+            return None
+        return newest.batch, newest.batches
 
     @property
     def phases(self) -> Mapping[str, float]:
-        """Seconds of each phase of the newest step."""
-        return self.recent_phases[-1] if self.recent_phases else {}
+        """Seconds of each phase of the newest step, by the device's clock."""
+        return self.recent_steps[-1].phases if self.recent_steps else {}
+
+    @property
+    def host_s(self) -> Mapping[str, float]:
+        """Seconds of each of HOST_PARTS before the newest step's record."""
+        return self.recent_steps[-1].host if self.recent_steps else {}
 
     @property
     def last_step(self) -> int:

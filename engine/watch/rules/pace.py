@@ -11,7 +11,7 @@ import math
 from typing import NamedTuple
 
 from engine.log.events import OUTSIDE
-from engine.log.view import PHASES_KEPT
+from engine.log.view import STEPS_KEPT
 from engine.machine.rates import Rates, kept_rates
 from engine.units import format_seconds
 from engine.watch.rules.rule import NO_SETTINGS, CannotJudge, Case, Symptom, median, rule
@@ -110,12 +110,15 @@ def _parts(case: Case) -> tuple[range, Rates, dict[str, _Part]]:
         raise CannotJudge(
             f"the rates of {started.machine} are not known: `engine doctor` measures them there"
         )
-    rows = case.steps(PHASES_KEPT, at_least=PART_WARM_UP + PHASES_KEPT)
+    rows = case.steps(STEPS_KEPT, at_least=PART_WARM_UP + STEPS_KEPT)
     launch_s = LAUNCH_S["cuda" if started.device.startswith("cuda") else "cpu"]
     parts = {}
     for part, (flops, moved, launches) in started.costs.items():
-        taken = [phases.get(part, math.nan) for phases in case.view.recent_phases]
-        if all(map(math.isfinite, taken)) and len(taken) == PHASES_KEPT:
+        taken = [
+            phases.get(part, math.nan)
+            for phases in (step.phases for step in case.view.recent_steps)
+        ]
+        if all(map(math.isfinite, taken)) and len(taken) == STEPS_KEPT:
             needs_s = flops / rates.flops + moved / rates.bytes + launches * launch_s
             parts[part] = _Part(median(taken), needs_s)
     if not parts:
@@ -138,7 +141,7 @@ def _numbers(rates: Rates, parts: dict[str, _Part]) -> list[tuple[str, float, st
     reads=("costs", "phases", "rates of `engine doctor`"),
     threshold="the ratio of its time to what its FLOPs, bytes and launches need, at the rates that `engine doctor` has "
     f"measured, is {COMPARED_TIMES:g} or more, and {PART_RATIO:g} times the median ratio of the other parts with "
-    f"matmuls; {ALONE_TIMES:g} where fewer than two of them are known; median of {PHASES_KEPT} steps, {PART_SHARE:.0%} "
+    f"matmuls; {ALONE_TIMES:g} where fewer than two of them are known; median of {STEPS_KEPT} steps, {PART_SHARE:.0%} "
     "of the step or more",
 )
 def slow_part(case: Case) -> Symptom | None:

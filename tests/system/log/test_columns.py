@@ -34,7 +34,7 @@ from tests.support.perf import ratio_within
 from tests.support.run_events import KINDS, example_of, fold_events, opened, picture, step
 from tests.support.small_logs import followed, long_log, long_logs, one_by_one, small_sizes
 
-OF_THE_NEWEST = ("lines", "recent_phases", "host_s", "batch", "planned_steps")
+OF_THE_NEWEST = ("lines", "recent_steps")
 """What a view has of the newest lines alone; in drawn logs these are fewer than the newest steps."""
 
 

@@ -447,10 +447,10 @@ def test_the_memory_of_the_job_stands_beside_that_of_all_processes_and_of_the_po
 def test_the_ledger_names_phases_longest_first_and_is_empty_where_nobody_measured() -> None:
     assert ledger_line(RunView()) == ""
     phases = {"data": 0.0, "teacher": 0.155, "student": 0.021, "backward": 0.044}
-    line = ledger_line(RunView(recent_phases=(phases,)))
+    line = ledger_line(RunView(recent_steps=(StepDone(step=1, phases=phases),)))
     assert line.startswith("step   220 ms: teacher 155 ms (70%), backward 44 ms (20%), student")
     assert "data" not in line
-    assert speed_lines(RunView(recent_phases=(phases,))) == [line]
+    assert speed_lines(RunView(recent_steps=(StepDone(step=1, phases=phases),))) == [line]
     assert speed_lines(RunView()) == []
 
 

@@ -112,7 +112,7 @@ def test_parts_are_not_judged_without_costs_rates_or_times() -> None:
     )
     unknown("slow_part", timed(every, machine="another").case(), "`engine doctor` measures")
     few, untimed = timed(every), timed(every)
-    few.count = pace.PART_WARM_UP + pace.PHASES_KEPT - 1
+    few.count = pace.PART_WARM_UP + pace.STEPS_KEPT - 1
     untimed.change = lambda n: {"phases": {}}
     unknown("slow_part", few.case(), "needs 12 steps")
     unknown("slow_part", untimed.case(), "not timed")
