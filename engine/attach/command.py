@@ -38,7 +38,6 @@ from engine.files import user_state
 from engine.log.folder import COMMAND, RunFolder, create_run
 from engine.notify.receivers import ALL, NOTIFY_VARIABLE
 from engine.redact import Redactor
-from engine.signals import dismiss_guard
 from engine.terminal import put, say
 from engine.watch import flight_recorder
 
@@ -135,8 +134,6 @@ def run_command(
 
     Raises BadInput if it cannot be started.
     """
-    # The engine's signal guard would end the command with this process.
-    dismiss_guard()
     witness = _Witness()
     early: list[int] = []
     for number in FROM_TERMINAL:

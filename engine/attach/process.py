@@ -35,7 +35,6 @@ from engine.machine.kill_counters import read_kill_counters
 from engine.machine.reading import Reading
 from engine.machine.surroundings import LET_ATTACH, find_command, is_run_variable, may_attach
 from engine.redact import is_secret_name
-from engine.signals import dismiss_guard
 from engine.watch.observe import RunObserver
 
 PROC = Path("/proc")
@@ -133,7 +132,6 @@ def find_process(pid: int) -> Stranger:
 def watch_process(run: RunFolder, found: Stranger, notify: str) -> None:
     """Watch a process until it has ended, or until SIGINT, SIGTERM or SIGHUP ends the watching; `notify` says who gets
     messages."""
-    dismiss_guard()
     stop_fd = os.eventfd(0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda _number, _frame: os.eventfd_write(stop_fd, 1))

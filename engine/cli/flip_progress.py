@@ -19,7 +19,6 @@ from engine.flips.pair import Pair
 from engine.flips.plan import Plan
 from engine.flips.statistics import Interval
 from engine.log.view import RunView
-from engine.signals import hand_over
 from engine.terminal import StatusLine
 
 
@@ -41,7 +40,6 @@ class Progress:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
             self._say("stopping: the arm that runs is ended, the pairs before it are kept")
 
-        hand_over()
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         before = [signal.signal(number, stop) for number in numbers]
         try:

@@ -26,7 +26,7 @@ from engine.log.text import (
     status_text,
 )
 from engine.log.view import LogLine, RunView
-from engine.signals import ENDING, hand_over
+from engine.signals import ENDING
 from engine.terminal import StatusLine, put, say
 from engine.train.checkpoint.continuing import past_checks, resume_command, was_stopped_by_checks
 from engine.watch.start_and_stop import Launched
@@ -100,7 +100,6 @@ def attend(launched: Launched, *, as_json: bool, results: bool = True) -> int:
         launched.leave(b"h")
         os._exit(128 + signal.SIGHUP)
 
-    hand_over()
     signal.signal(signal.SIGINT, pass_on)
     signal.signal(signal.SIGTERM, pass_on)
     signal.signal(signal.SIGHUP, hang_up)

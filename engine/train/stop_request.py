@@ -21,7 +21,7 @@ from types import FrameType
 
 from engine.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
 from engine.signals import GRACE_S as UNWIND_S
-from engine.signals import hand_over, only_once, raise_stopped
+from engine.signals import only_once, raise_stopped
 
 GRACE_S = 120.0
 """Seconds that a trainer without a supervisor gets to finish a step and save."""
@@ -58,7 +58,6 @@ class StopRequest:
         self._steps_begun = True
         if not self._watches:
             return
-        hand_over()
         for number in (signal.SIGTERM, signal.SIGINT):
             if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, self._on_signal)

@@ -124,37 +124,51 @@ def test_what_it_took_to_end_a_run_that_was_asked_to_end_is_not_its_exit_code(
 def test_a_signal_while_inputs_are_read_leaves_no_run_folder(kit: Kit, tmp_path: Path) -> None:
     run, spec = tmp_path / "runs" / "run", kit.spec(tmp_path)
     where = "engine.plan.inputs:check_inputs"
-    Held(tmp_path, where, "lock", "distill", spec, "--out", run).end(signal.SIGTERM)
+    Held(tmp_path, where, "sleep", "distill", spec, "--out", run).end(signal.SIGTERM)
     assert not run.parent.exists()
 
 
-@pytest.mark.parametrize(
-    ("how", "number"),
-    [
-        ("sleep", signal.SIGHUP),
-        pytest.param("lock", signal.SIGTERM, marks=pytest.mark.soak),
-    ],
-)
 def test_a_signal_while_a_model_is_converted_leaves_no_part_of_a_file(
-    kit: Kit, tmp_path: Path, how: str, number: int
+    kit: Kit, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     out.mkdir()
     where = "engine.formats.gguf_write:_header"
-    held = Held(tmp_path, where, how, "convert", kit.teacher, out / "m.gguf", "--quant", "f32")
+    held = Held(tmp_path, where, "sleep", "convert", kit.teacher, out / "m.gguf", "--quant", "f32")
     assert list(out.iterdir()), "it had begun to write"
-    held.end(number)
-    # The guard removes the file once nobody is left who could write to it.
-    while left := list(out.iterdir()):
-        assert time.monotonic() < held.deadline, left
+    held.end(signal.SIGHUP)
+    assert not list(out.iterdir())
+
+
+def test_a_second_signal_ends_a_command_in_native_code_that_does_not_return(
+    kit: Kit, tmp_path: Path
+) -> None:
+    where = "engine.formats.gguf_write:_header"
+    out = tmp_path / "m.gguf"
+    held = Held(tmp_path, where, "lock", "convert", kit.teacher, out, "--quant", "f32")
+    held.process.send_signal(signal.SIGINT)
+    # Two signals that wait at the same time would be one.
+    deadline = time.monotonic() + DEADLINE_S
+    while is_caught(held.process.pid, signal.SIGINT):
+        assert time.monotonic() < deadline, "its handler was not called"
         time.sleep(0.01)
+    # In a terminal Ctrl-C reaches its children too.
+    os.kill(held.pids[1], signal.SIGINT)
+    held.end(signal.SIGINT)
+
+
+def is_caught(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    mask = int(status.partition("SigCgt:")[2].split()[0], 16)
+    return bool(mask >> (number - 1) & 1)
 
 
 @pytest.mark.soak
 def test_a_signal_while_a_teacher_is_loaded_ends_prepare(kit: Kit, tmp_path: Path) -> None:
     store = tmp_path / "store"
     where = "engine.train.prepare:_load_teacher"
-    held = Held(tmp_path, where, "lock", "prepare", kit.spec(tmp_path), "--out", store)
+    held = Held(tmp_path, where, "sleep", "prepare", kit.spec(tmp_path), "--out", store)
     held.end(signal.SIGTERM)
     done = engine_here("prepare", kit.spec(tmp_path), "--out", store)
     assert done.returncode == 0, done.stderr
