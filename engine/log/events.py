@@ -332,6 +332,17 @@ class Compiled(Event, frozen=True, kw_only=True, tag="compile"):
     """Differences from the nearest kernel that was compiled before, or the guard that failed."""
 
 
+class KernelCounts(Event, frozen=True, kw_only=True, tag="kernel_counts"):
+    """Hits and misses of this process's kernel caches so far."""
+
+    step: Count
+    hits: Count
+    misses: Count
+    disk_hits: Count
+    by_kernel: dict[str, tuple[Count, Count]] = {}
+    """Hits and misses of each kernel."""
+
+
 class VocabularyCut(Event, frozen=True, kw_only=True, tag="vocabulary_cut"):
     """The teacher's columns beyond the student's vocabulary are cut before the softmax; this records the mass
     that drops."""
@@ -795,6 +806,7 @@ Known: TypeAlias = (
     | MemoryPlanned
     | MemoryMeasured
     | Compiled
+    | KernelCounts
     | VocabularyCut
     | Judged
     | StepDone

@@ -42,6 +42,7 @@ from engine.log.events import (
     HostSample,
     Imported,
     Judged,
+    KernelCounts,
     LauncherGone,
     Logged,
     LogOpened,
@@ -60,6 +61,7 @@ from engine.log.events import (
     StudentSaved,
     TrainerExited,
     TrainerStarted,
+    VocabularyCut,
     Watched,
     Wrote,
 )
@@ -87,6 +89,8 @@ _NEWEST: dict[type, str] = {
     DataReady: "data",
     MemoryPlanned: "memory_plan",
     MemoryMeasured: "memory_peak",
+    KernelCounts: "kernel_counts",
+    VocabularyCut: "vocabulary_cut",
     StudentSaved: "student",
     ReceiptWritten: "receipt",
     Watched: "watched",
@@ -297,7 +301,7 @@ class _Changes:
             self.lists["start_phases"] = []
             self.lists["audited_steps"] = []
             self.changes |= {"own_checks": {}}
-            self.changes |= {"memory_plan": None, "memory_peak": None}
+            self.changes |= {"memory_plan": None, "memory_peak": None, "kernel_counts": None}
             self.forget_session()
         elif self.source == "device":
             self.changes |= {"host": None, "gpus": {}, "absent": {}}

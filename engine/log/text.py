@@ -32,6 +32,7 @@ from engine.log.events import (
     HostSample,
     Imported,
     Judged,
+    KernelCounts,
     LauncherGone,
     Logged,
     LogOpened,
@@ -182,6 +183,8 @@ def _event_text(event: AnyEvent) -> str:
             return _peak_text(event)
         case Compiled():
             return _compiled_text(event)
+        case KernelCounts():
+            return f"kernels {_counts_text(event)}"
         case VocabularyCut():
             return (
                 f"vocabulary: the teacher's {event.teacher_ids} ids are cut to {event.student_ids}; "
@@ -972,9 +975,19 @@ def commit_text(command: WatchedCommand) -> str:
     return command.commit if clean == command.commit else f"{command.commit} (files differ)"
 
 
+def _counts_text(counts: KernelCounts) -> str:
+    return (
+        f"by step {counts.step}: {counts.hits} hits, {counts.misses} misses, "
+        f"{counts.disk_hits} of them from the cache on disk"
+    )
+
+
 def kernel_lines(view: RunView) -> list[str]:
-    """Render each compile, newest first, with the reason it was needed."""
+    """Render the kernel caches: hits, misses, and each compile, newest first, with the reason it was needed."""
+    counts = view.kernel_counts
     lines = []
+    if counts is not None:
+        lines.append(_counts_text(counts))
     late = sum(compiled.after_warm_up for compiled in view.compiles)
     took = sum(compiled.compile_s or 0.0 for compiled in view.compiles)
     if view.compiles:

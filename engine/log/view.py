@@ -29,6 +29,7 @@ from engine.log.events import (
     HostSample,
     Imported,
     Judged,
+    KernelCounts,
     MemoryMeasured,
     MemoryPlanned,
     ModelReady,
@@ -43,6 +44,7 @@ from engine.log.events import (
     StepDone,
     StudentSaved,
     TrainerExited,
+    VocabularyCut,
     Watched,
     Wrote,
 )
@@ -184,6 +186,8 @@ class RunView:
     """The newest measurement of this session."""
     compiles: tuple[Compiled, ...] = ()
     """Compiles of this session, in order."""
+    kernel_counts: KernelCounts | None = None
+    vocabulary_cut: VocabularyCut | None = None
     own_checks: dict[str, Judged] = field(default_factory=dict)
     """The newest result of each first-minute check of this session on the first rank, by its id."""
     audited_steps: tuple[int, ...] = ()

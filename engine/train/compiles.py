@@ -17,7 +17,7 @@ import torch
 
 from engine.kernels import cudnn_attention
 from engine.kernels.compile_record import CompileRecord
-from engine.log.events import Compiled, Phase
+from engine.log.events import Compiled, KernelCounts, Phase
 from engine.models import fp8
 from engine.models.decoder import Decoder
 from engine.models.fused import kernels_of
@@ -137,6 +137,25 @@ class Compiles:
             log(_event(record))
             if record.after_warm_up:
                 self.late.append(record.key)
+
+    def counts(self, step: int, log: Log) -> None:
+        """Log the cache hits and misses so far; nothing when no kernel was requested."""
+        by_kernel: dict[str, tuple[int, int]] = {}
+        disk_hits = 0
+        if (registry := _registry()) is not None:
+            for counts in registry.summary():
+                by_kernel[counts.kernel] = (counts.hits, counts.misses)
+                disk_hits += counts.disk_hits
+        if not by_kernel:
+            return
+        counts = KernelCounts(
+            step=step,
+            hits=sum(hits for hits, _ in by_kernel.values()),
+            misses=sum(misses for _, misses in by_kernel.values()),
+            disk_hits=disk_hits,
+            by_kernel=by_kernel,
+        )
+        log(counts)
 
 
 def _registry() -> Any:

@@ -290,6 +290,7 @@ class _Job:
             ended_early = loop.train(trainer)
         if teacher.sha256 is not None and self.stop.reason is None:
             teacher.sha256()
+        self.compiles.counts(loop.step, self.log)
         if isinstance(teacher.teacher, CachedTeacher):
             steps = trainer.step - (resumed_from or 0)
             text, trained = (
