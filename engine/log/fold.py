@@ -61,7 +61,6 @@ from engine.log.events import (
     StudentSaved,
     TrainerExited,
     TrainerStarted,
-    VocabularyCut,
     Watched,
     Wrote,
 )
@@ -90,7 +89,6 @@ _NEWEST: dict[type, str] = {
     MemoryPlanned: "memory_plan",
     MemoryMeasured: "memory_peak",
     KernelCounts: "kernel_counts",
-    VocabularyCut: "vocabulary_cut",
     StudentSaved: "student",
     ReceiptWritten: "receipt",
     Watched: "watched",

@@ -91,8 +91,6 @@ HELD = 3.0
 """Longest time for which a reading counts without a newer one, in multiples of the usual time between readings."""
 SPACED = 4096
 """Number of newest rows from which the usual distance between the entries of a column is taken."""
-NOT_A_READING = frozenset({"v", "seq", "t_s", "nf", "index", "absent"})
-"""Fields of a sample that are not measurements."""
 _ROWS = {"step", "host", "gpu"}
 """Kinds of events that are rows of a table."""
 _DERIVED = {"unix_s", "clock_s", "tokens_per_s"}

@@ -44,7 +44,6 @@ from engine.log.events import (
     StepDone,
     StudentSaved,
     TrainerExited,
-    VocabularyCut,
     Watched,
     Wrote,
 )
@@ -187,7 +186,6 @@ class RunView:
     compiles: tuple[Compiled, ...] = ()
     """Compiles of this session, in order."""
     kernel_counts: KernelCounts | None = None
-    vocabulary_cut: VocabularyCut | None = None
     own_checks: dict[str, Judged] = field(default_factory=dict)
     """The newest result of each first-minute check of this session on the first rank, by its id."""
     audited_steps: tuple[int, ...] = ()
