@@ -8,26 +8,23 @@ with the text. Detected are:
                 a URL, signatures in its query, private keys
     values      the value that follows a secret-like name, of any length: `HF_TOKEN=abc`, `--api-key x`,
                 `"password": "a b"`, YAML, headers, XML, URL-encoded (`named_values`)
-    copies      of the secrets in this process's environment, and of those found above in the same text:
-                any 8 consecutive characters of one, of its base64 in each of the three alignments (plain
-                and URL-safe) or of its URL encoding, and any 16 of its hexadecimal digits
+    copies      of the secrets in this process's environment, and of those found above in the same text, whole
 
 A replacement holds no quote or backslash, so JSON stays JSON.
 
-Not covered: a secret of no known form that follows no secret-like name and is in no variable; a piece of
-fewer than 8 characters; a copy that was encrypted, compressed or encoded twice; a phrase of several words
-without quotes in the middle of a line; and text inside archives, images and weights, which are never copied.
+Not covered: a secret of no known form that follows no secret-like name and is in no variable; a piece of one; an
+encoded copy; a phrase of several words without quotes in the middle of a line; and text inside archives, images and
+weights, which are never copied.
 """
 
 from __future__ import annotations
 
-import base64
 import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
 # Values after a secret-like name
 
@@ -186,7 +183,6 @@ def _closing(text: str, start: int) -> int:
 _SECRET_VARIABLE = re.compile(rf"(?i)(?:(?:^|[_-]){NAME}|passw(?:or)?d)(?:[_-]?[0-9]+)?$")
 _SHORTEST = 8
 """Shorter values are common words, and would be cut out of every text."""
-_HEX_DIGITS = 16
 _FORMS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (sort, re.compile(pattern))
     for sort, pattern in (
@@ -260,14 +256,12 @@ class Redactor:
     ) -> None:
         environ = os.environ if environ is None else environ
         self._values = frozenset(_secrets_of(environ)) | frozenset(known)
-        self._pieces = _Pieces(self._values)
 
     def text(self, text: str) -> Redacted:
         text, found, learnt = self._once(text)
         # A value that once followed a secret-like name may stand without one elsewhere.
         if learnt:
-            text, count = _Pieces(learnt).cut(text, _COPY)
-            found[_COPY] += count
+            text, found[_COPY] = _cut(text, learnt, _COPY)
         return Redacted(text=text, found={k: n for k, n in sorted(found.items()) if n})
 
     def _once(
@@ -289,8 +283,7 @@ class Redactor:
 
             return replace
 
-        text, count = self._pieces.cut(text, _OF_VARIABLE)
-        found[_OF_VARIABLE] += count
+        text, found[_OF_VARIABLE] = _cut(text, self._values, _OF_VARIABLE)
         for sort, pattern in _FORMS:
             text = pattern.sub(put(sort), text)
         parts: list[str] = []
@@ -334,43 +327,12 @@ def _after_options(argv: Sequence[str]) -> Iterator[tuple[str, bool]]:
         before = argument
 
 
-class _Pieces:
-    """The pieces of some secrets and of their encodings, which are cut out wherever they occur."""
-
-    def __init__(self, values: Iterable[str]) -> None:
-        self._by_width: dict[int, set[str]] = {}
-        for value in values:
-            for text, width in _copies(value):
-                known = self._by_width.setdefault(width, set())
-                known.update(text[i : i + width] for i in range(len(text) - width + 1))
-
-    def cut(self, text: str, sort: str) -> tuple[str, int]:
-        """Return the text without the pieces, and how many stretches were cut out."""
-        found = bytearray(len(text))
-        for width, known in self._by_width.items():
-            for i in range(len(text) - width + 1):
-                if text[i : i + width] in known:
-                    found[i : i + width] = b"x" * width
-        spans = [match.span() for match in re.finditer(rb"x+", found)]
-        for start, stop in reversed(spans):
-            text = f"{text[:start]}[redacted: {sort}]{text[stop:]}"
-        return text, len(spans)
-
-
-def _copies(value: str) -> Iterator[tuple[str, int]]:
-    """Yield a secret in each encoding to search for, with the length of a piece that identifies it."""
-    yield value, _SHORTEST
-    raw = value.encode("utf-8", "surrogateescape")
-    for before in range(3):
-        # Leave out the first and last characters, whose bits depend on the neighbouring bytes.
-        whole = (before + len(raw)) * 8 // 6
-        text = base64.b64encode(b"\0" * before + raw).decode()[(before * 8 + 5) // 6 : whole]
-        yield text, _SHORTEST
-        yield text.translate(str.maketrans("+/", "-_")), _SHORTEST
-    for text in {quote(value, safe="", errors="replace"), quote(value, errors="replace")} - {value}:
-        yield text, _SHORTEST
-    yield raw.hex(), _HEX_DIGITS
-    yield raw.hex().upper(), _HEX_DIGITS
+def _cut(text: str, secrets: Iterable[str], sort: str) -> tuple[str, int]:
+    """Return the text without these secrets, and the number of replacements."""
+    longest_first = sorted(secrets, key=len, reverse=True)
+    if not longest_first:
+        return text, 0
+    return re.subn("|".join(map(re.escape, longest_first)), f"[redacted: {sort}]", text)
 
 
 def _secrets_of(environ: Mapping[str, str]) -> Iterator[str]:

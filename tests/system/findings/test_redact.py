@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import subprocess
 from pathlib import Path
@@ -154,18 +153,6 @@ def test_what_a_service_gives_out_is_found_by_its_form(text: str, secret: str) -
 def test_a_value_goes_to_its_end_and_no_further(text: str, kept: str) -> None:
     done = Redactor({}).text(text).text
     assert "a@" not in done and kept in done, done
-
-
-@pytest.mark.parametrize("before", ["", "a", "ab"])
-def test_copies_and_pieces_of_a_known_secret_go(before: str) -> None:
-    redactor = Redactor({"QX_API_KEY": AWS_SECRET})
-    for encode in (base64.b64encode, base64.urlsafe_b64encode):
-        text = encode(f"{before}{AWS_SECRET}\n".encode()).decode()
-        done = redactor.text(f"sent {text} now").text
-        kept = done.replace("[redacted: value of a secret variable]", "")
-        assert len(kept) < len("sent  now") + 9, done
-    assert redactor.text(f"began with {AWS_SECRET[:8]}...").text.startswith("began with [redacted")
-    assert AWS_SECRET[9:18] not in redactor.text(f"x{AWS_SECRET[9:18]}").text
 
 
 def test_the_value_of_a_secret_variable_is_found_whatever_its_form() -> None:
