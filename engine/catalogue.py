@@ -391,7 +391,7 @@ IDENTITIES: tuple[About, ...] = (
         level=FAIL,
         question="After 16 steps, has each tensor with a gradient changed in its sampled elements?",
         means="A tensor that does not move is not trained: the optimizer holds other tensors than the model uses, no "
-        "gradient reaches it, or each update is rounded away.",
+        "gradient reaches it, each update is rounded away, or the learning rate of its group is 0.",
         remedy="create the optimizer from model.parameters() after the model has been moved, wrapped or sharded; keep "
         "weights in fp32 under torch.autocast where 16 bits round the updates away",
         transformers="let the Trainer create the optimizer, in create_optimizer; load the model with "
@@ -409,6 +409,19 @@ IDENTITIES: tuple[About, ...] = (
         "loss, a factor or mask of 0, a margin that is always kept, or an underflow in fp16.",
         remedy="look at what lies between the named tensors and the loss: activations that are all 0, argmax(), masks; "
         "in fp16 scale the loss with torch.amp.GradScaler",
+    ),
+    _identity(
+        id="frozen_weights",
+        wrong="the optimizer moves frozen weights",
+        group="update",
+        level=SUSPICION,
+        question="Does the optimizer leave weights with requires_grad=False unchanged?",
+        means="A left-over gradient, momentum or weight decay moves them, although no backward pass reaches them.",
+        remedy="set their .grad to None when you freeze them, or leave them out of the optimizer",
+        transformers="freeze them before trainer.train(), which gives the optimizer only parameters that require "
+        "gradients",
+        lightning="freeze them before configure_optimizers runs, and give the optimizer only the others, as "
+        "BaseFinetuning does",
     ),
     _identity(
         id="finite_weights",
@@ -669,6 +682,17 @@ IDENTITIES: tuple[About, ...] = (
         remedy="give cross_entropy the logits, or give nll_loss their log_softmax",
     ),
     _identity(
+        id="log_probabilities",
+        wrong="the loss gets no log probabilities of the classes",
+        group="loss",
+        level=SUSPICION,
+        question="Do the probabilities whose logarithms nll_loss gets sum to 1 over the classes?",
+        means="nll_loss only selects a number for each label: without log_softmax over the classes it can fall without "
+        "end, or compares samples with each other.",
+        remedy="call cross_entropy on the logits, or nll_loss on log_softmax(logits, dim=1); with (batch, length, "
+        "classes) take dim=-1 and flatten before the loss",
+    ),
+    _identity(
         id="distillation",
         wrong="the loss contains a divergence from a teacher",
         group="loss",
@@ -772,6 +796,15 @@ IDENTITIES: tuple[About, ...] = (
         question="Are the logits of a cross entropy the output of a layer, without an activation after it?",
         means="The probabilities cannot come near 0 or 1, so the loss cannot fall far.",
         remedy="give the loss the output of the last layer: no ReLU, sigmoid or tanh after it",
+    ),
+    _identity(
+        id="untrained_term",
+        wrong="a term of the loss has no gradient",
+        group="loss",
+        level=SUSPICION,
+        question="Does each term of a sum of losses have a gradient?",
+        means="The term is in the logged loss but trains nothing: it was detached, or computed without gradients.",
+        remedy="compute the term from the model's outputs, without detach(), .data, .item() and torch.no_grad()",
     ),
     _identity(
         id="one_class",

@@ -184,6 +184,18 @@ def rows_of_16_bits(net, rows):
     return F.nll_loss(logits.bfloat16().log_softmax(-1).transpose(1, 2), rows[:, 1:])
 """
 WRONG = """
+def outputs_of_a_layer(net, rows):
+    return F.nll_loss(net(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+
+def probabilities_without_a_logarithm(net, rows):
+    return F.nll_loss(net(rows[:, :-1]).softmax(-1).transpose(1, 2), rows[:, 1:])
+
+def a_softmax_over_the_positions(net, rows):
+    return F.nll_loss(nn.LogSoftmax(1)(net(rows[:, :-1])).flatten(0, 1), rows[:, 1:].flatten())
+
+def a_softmax_over_all_rows(net, rows):
+    return nn.NLLLoss()(net(rows[:, :-1]).flatten(0, 1).log_softmax(0), rows[:, 1:].flatten())
+
 def not_shifted(net, rows):
     return F.cross_entropy(net(rows).view(-1, V), rows.view(-1))
 
@@ -503,6 +515,8 @@ def test_a_loss_of_the_next_tokens_is_known_in_every_style(found: Found) -> None
 def test_logarithms_that_are_weighted_or_of_more_classes_are_nothing_wrong(found: Found) -> None:
     for name in _names(MEANT):
         assert not [line for line in found[name] if line["level"] == SUSPICION], name
+    assert degrees(found["rows_of_16_bits"], "log_probabilities") == [PASS]
+    assert degrees(found["classes_second"], "log_probabilities") == [PASS]
 
 
 @pytest.mark.parametrize("name", _names(PADDED))
@@ -531,6 +545,10 @@ def test_what_has_a_label_is_said(found: Found) -> None:
         ("shifted_by_data_and_loss", "label_shift", "shifted twice"),
         ("first_row", "rows_left_out", "1 of the 4 rows"),
         ("first_half_of_the_rows", "rows_left_out", "2 of the 4 rows"),
+        ("outputs_of_a_layer", "log_probabilities", "gets the outputs of a layer"),
+        ("probabilities_without_a_logarithm", "log_probabilities", "gets probabilities"),
+        ("a_softmax_over_the_positions", "log_probabilities", "over another axis"),
+        ("a_softmax_over_all_rows", "log_probabilities", "over another axis"),
         ("softmax_twice", "double_softmax", "the output of a softmax"),
         ("log_softmax_twice", "double_softmax", "the output of a softmax"),
         ("shifted_twice_at_labelled_places", "label_shift", "shifted twice"),

@@ -64,6 +64,16 @@ def an_optimizer_of_a_copy():
             optimizer.step()
     return net
 
+def frozen_with_its_momentum():
+    return run(lambda net: AdamW(net.parameters()),
+               after=lambda net, optimizer, step: net.body.requires_grad_(step < 4))
+
+def frozen_without_a_gradient():
+    def after(net, optimizer, step):
+        if step == 4:
+            net.body.requires_grad_(False).zero_grad()
+    return run(lambda net: AdamW(net.parameters()), after=after)
+
 def an_average_inside_the_model():
     def make(net):
         net.target = copy.deepcopy(net.body).requires_grad_(False)
@@ -73,6 +83,10 @@ def an_average_inside_the_model():
         for p, q in zip(net.target.parameters(), net.body.parameters()):
             p.lerp_(q, 0.1)
     return run(make, after=after)
+
+def a_group_at_a_rate_of_0():
+    return run(lambda net: AdamW([{"params": net.body.parameters(), "lr": 0.0},
+                                  {"params": [*net.norm.parameters(), *net.head.parameters()]}]))
 
 def a_group_that_begins_at_a_rate_of_0():
     def after(net, optimizer, step):
@@ -152,7 +166,8 @@ def a_gate_that_begins_at_0_rare_rows_and_a_part_used_at_times():
 tell(rewards_that_are_all_equal_for_long, units_that_are_never_active, a_round_before_the_head,
      a_gate_that_begins_at_0_rare_rows_and_a_part_used_at_times)
 tell(a_norm_in_16_bit, a_norm_in_16_bit_at_a_large_rate, an_optimizer_that_does_nothing, rewards_that_are_all_equal,
-     an_optimizer_of_a_copy, an_average_inside_the_model,
+     an_optimizer_of_a_copy, frozen_with_its_momentum,
+     frozen_without_a_gradient, an_average_inside_the_model, a_group_at_a_rate_of_0,
      a_group_that_begins_at_a_rate_of_0, a_search_for_a_rate,
      weights_by_hand, a_bias_before_a_batch_norm, nan_weights, a_loss_that_is_nan_at_times)
 """
@@ -162,10 +177,24 @@ EXPECTED = {
     "an_optimizer_that_does_nothing": [("weights_move", FAIL, "none of 6 tensors of Idle")],
     "rewards_that_are_all_equal": [],
     "an_optimizer_of_a_copy": [("weights_move", FAIL, "and 0 have ever had a gradient")],
-    "an_average_inside_the_model": [("weights_move", PASS, "6 tensors")],
+    "frozen_with_its_momentum": [
+        ("frozen_weights", SUSPICION, "AdamW moves 2 tensors", "body.weight, body.bias"),
+        ("weights_move", PASS, "4 tensors"),
+    ],
+    "frozen_without_a_gradient": [
+        ("frozen_weights", PASS, "none of its 2 tensors"),
+        ("weights_move", PASS, "4 tensors"),
+    ],
+    "an_average_inside_the_model": [
+        ("frozen_weights", PASS, "none of its"),
+        ("weights_move", PASS, "6 tensors"),
+    ],
+    "a_group_at_a_rate_of_0": [
+        ("weights_move", SUSPICION, "2 tensors of AdamW have gradients", "learning rate 0")
+    ],
     "a_group_that_begins_at_a_rate_of_0": [("weights_move", PASS, "4 tensors")],
     "a_search_for_a_rate": [],
-    "weights_by_hand": [],
+    "weights_by_hand": [("frozen_weights", PASS, "none of its")],
     "a_bias_before_a_batch_norm": [("weights_move", PASS, "")],
     "nan_weights": [("finite_weights", FAIL, "6 tensors of SGD hold NaN")],
     "a_loss_that_is_nan_at_times": [
@@ -182,7 +211,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_weights_that_stay_and_weights_that_should_are_counted(found: Found, name: str) -> None:
-    ids = ("weights_move", "finite_weights")
+    ids = ("weights_move", "frozen_weights", "finite_weights")
     said = [line for line in found[name] if line["id"] in ids]
     assert [(one["id"], one["level"]) for one in said] == [one[:2] for one in EXPECTED[name]]
     for line, (_, _, *texts) in zip(said, EXPECTED[name], strict=True):

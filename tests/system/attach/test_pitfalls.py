@@ -130,6 +130,11 @@ def three(*more):
 def classify(net, x, y):
     return F.cross_entropy(net(x), y)
 
+def a_term_without_a_gradient():
+    def loss(net, x, y):
+        return 0.5 * classify(net, x, y) + 0.5 * net(x).detach().square().mean()
+    return fit(loss, three(), y=classes)
+
 def a_sum_of_losses():
     def loss(net, x, y):
         return (torch.zeros(()) + classify(net, x, y) + 0.3 * classify(net, x + 1, y)) / 2 - 0.0
@@ -140,6 +145,26 @@ def the_same_number_in_each_loss():
 
 def a_term_of_another_kind():
     return fit(lambda net, x, y: classify(net, x, y) + net(x).square().mean(), three(), y=classes)
+
+def two_optimizers(in_turns):
+    net = nn.Linear(8, 1)
+    both = torch.optim.SGD(net.parameters(), lr=0.01), torch.optim.AdamW(net.parameters(), lr=0.01)
+    for x, y in zip(*(one.split(8) for one in data(64))):
+        for one in both:
+            one.zero_grad()
+        mse(net, x, y).backward()
+        both[0].step()
+        if in_turns:
+            both[1].zero_grad()
+            mse(net, x, y).backward()
+        both[1].step()
+    return net
+
+def a_layer_with_two_optimizers():
+    return two_optimizers(False)
+
+def two_optimizers_in_turns():
+    return two_optimizers(True)
 
 def a_relu_behind_the_last_layer():
     return fit(classify, three(nn.ReLU()), y=classes)
@@ -248,7 +273,8 @@ tell(called_for_each_epoch_and_as_long_as_all_steps,
      distances_of_all_pairs,
      a_relu_behind_the_last_layer, a_sigmoid_in_front_of_its_own, sorted_by_class, a_stream_that_is_sorted,
      classes_that_are_mixed, classes_in_bytes, softly_capped,
-     a_sum_of_losses, the_same_number_in_each_loss, a_term_of_another_kind)
+     a_term_without_a_gradient, a_sum_of_losses, the_same_number_in_each_loss, a_term_of_another_kind,
+     a_layer_with_two_optimizers, two_optimizers_in_turns)
 """
 
 
@@ -294,6 +320,7 @@ WRONG = {
         "samples that an evaluation read had been trained on",
     ),
     "a_stream_that_is_sorted": ("one_class", "all 16 of the last one are 0"),
+    "a_term_without_a_gradient": ("untrained_term", "a term of "),
 }
 CLASSES = {"bounded_logits": PASS, "one_class": PASS}
 HEALTHY: dict[str, dict[str, str]] = {
@@ -309,14 +336,16 @@ HEALTHY: dict[str, dict[str, str]] = {
     "a_first_batch_is_printed": {},
     "a_first_batch_is_predicted": {},
     "all_batches_are_averaged": {},
-    "classes_that_are_mixed": CLASSES,
-    "classes_in_bytes": CLASSES,
-    "softly_capped": CLASSES,
-    "a_sum_of_losses": CLASSES,
+    "classes_that_are_mixed": {**CLASSES, "untrained_term": PASS},
+    "classes_in_bytes": {**CLASSES, "untrained_term": PASS},
+    "softly_capped": {**CLASSES, "untrained_term": PASS},
+    "a_sum_of_losses": {**CLASSES, "untrained_term": PASS},
     "the_same_number_in_each_loss": CLASSES,
     "a_term_of_another_kind": CLASSES,
 }
-IDS = (*("held_out", "schedule", "broadcast_loss", "bounded_logits", "one_class"),)
+IDS = (
+    *("held_out", "schedule", "broadcast_loss", "bounded_logits", "one_class", "untrained_term"),
+)
 
 
 def test_an_evaluation_in_eval_mode_with_gradients_on_reads_what_was_trained_on(
@@ -355,3 +384,15 @@ def test_a_healthy_one_is_not(found: Found, name: str) -> None:
 def test_predictions_of_the_shape_of_their_targets_are_a_pass(found: Found) -> None:
     assert degrees(found["one_target_each"], "broadcast_loss") == [PASS]
     assert degrees(found["one_embedding_for_all"], "broadcast_loss") == []
+
+
+def test_gradients_that_two_optimizers_take_are_named(found: Found) -> None:
+    lines = found["a_layer_with_two_optimizers"]
+    said = [one for one in lines if one["id"] == "accumulation_windows"]
+    assert any(
+        one["level"] == SUSPICION
+        and "2 parameters are held by SGD and by AdamW, and both step" in one["text"]
+        for one in said
+    )
+    lines = found["two_optimizers_in_turns"]
+    assert SUSPICION not in degrees(lines, "accumulation_windows")

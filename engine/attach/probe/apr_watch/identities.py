@@ -39,6 +39,7 @@ from .modes import Evaluations, Modes, Verdicts
 from .movement import Movement
 from .parameters import (
     PASS,
+    SUSPICION,
     WITHDRAWN,
     Line,
     MissingGradients,
@@ -46,7 +47,7 @@ from .parameters import (
     Search,
     held_by,
 )
-from .pitfalls import Classes, Pitfalls
+from .pitfalls import Classes, Pitfalls, Terms
 from .questions import ASKED_STEPS, Budget, Questions
 from .ranks import Ranks
 from .sampled import Rates, SampledStep, is_plain
@@ -241,7 +242,7 @@ class Identities:
                 text = self._tokenizers if is_new else None
                 with self._torch.no_grad():
                     self._losses += losses_of(self._torch, nodes, embeddings, text)
-                    self._pitfalls.append(Pitfalls(self._torch, nodes))
+                    self._pitfalls.append(Pitfalls(self._torch, nodes, tensors))
         else:
             self._reached.passed_by()
         if self._any_sampled_next:
@@ -323,6 +324,8 @@ class Identities:
         if self._position.rank:
             return
         self.schedules.step(optimizer, state.scheduled)
+        if self._stepped and state.is_sampled:
+            self._report(self._shared_gradients(optimizer))
         if state.missing_gradients.has_caught_up() and not any(
             other.missing_gradients.is_suspected for other in self._states.values()
         ):
@@ -430,6 +433,23 @@ class Identities:
         state = self._states.get(candidate)
         return candidate is optimizer or state is None or state.since > self._made[optimizer]
 
+    def _shared_gradients(self, optimizer: Any) -> list[Line]:
+        """Compare the parameters with those of optimizers that have stepped since the last backward pass."""
+        if len(self._in_progress) > 1 or len(self._threads) > 1:
+            return []
+        own_ids = {id(parameter) for parameter in held_by(optimizer) if parameter.grad is not None}
+        for other, state in self._states.items():
+            if state not in self._stepped or other.param_groups is optimizer.param_groups:
+                continue
+            shared = [parameter for parameter in held_by(other) if id(parameter) in own_ids]
+            if shared and type(shared[0].grad) is self._torch.Tensor and bool(shared[0].grad.any()):
+                text = (
+                    f"{len(shared)} parameters are held by {type(other).__name__} and by {type(optimizer).__name__}, "
+                    "and both step with the same gradients"
+                )
+                return [("accumulation_windows", SUSPICION, text, {"parameters": len(shared)})]
+        return []
+
     def _check_windows(self, optimizer: Any, state: _OptimizerState, has_closure: bool) -> None:
         windows = state.windows
         if has_closure or len(self._threads) > 1 or is_capturing(self._torch):
@@ -457,6 +477,11 @@ class Identities:
         if labels:
             sampled.judge_later(
                 lambda tensors: state.classes.add(*tensors[0].tolist()), {0: labels[0]}
+            )
+        terms = [pitfalls.terms for pitfalls in self._pitfalls if pitfalls.terms is not None]
+        if terms:
+            sampled.judge_later(
+                lambda tensors: state.terms.add(*tensors[0].tolist()), {0: terms[0]}
             )
         judge_losses(sampled, self._losses)
         # With sharding, the forward pass uses other tensors than the optimizer.
@@ -502,6 +527,7 @@ class _OptimizerState:
         self.steps = 0
         self.chain = Chain(torch)
         self.classes = Classes()
+        self.terms = Terms()
         self.asked = 0
         """Number of a step that is sampled because a loss was not finite; 0 if there is none."""
         self.movement: Movement | None = None

@@ -8,6 +8,7 @@ cannot be read (a compiled loss, a fused kernel other than TRL's, a checkpointed
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 from .coverage import Coverage, Tokenizers
@@ -28,6 +29,20 @@ _NONE = -100
 _FUSED = {"ChunkedLogProbFunctionBackward": 3}
 """Fused losses of TRL that compute the logits too, with the index of the labels among their saved tensors."""
 _SOFTMAX = ("SoftmaxBackward0", "LogSoftmaxBackward0")
+_SCORES = {
+    "SoftmaxBackward0": "probabilities",
+    "LogSoftmaxBackward0": "logarithms that a log_softmax made over another axis than the classes",
+    **dict.fromkeys(
+        ("AddmmBackward0", "MmBackward0", "BmmBackward0", "ConvolutionBackward0"),
+        "the outputs of a layer",
+    ),
+}
+"""Names of the outputs of some nodes, for the case that the probabilities do not sum to 1 over the classes. Other nodes
+may weight log probabilities on purpose, as a focal loss does."""
+_SUMMED = 8
+"""Maximum number of rows whose probabilities are summed."""
+_SUMS_TO_1 = 1e-2
+"""Maximum deviation of a sum of probabilities from 1, in addition to the rounding of their logarithms."""
 
 
 class _Comparison(NamedTuple):
@@ -61,6 +76,11 @@ class Loss:
         self._start = 0
         self.double = False
         """Whether a softmax was applied to the output of a softmax."""
+        self._scores, self.sums = "", None
+        """Scores: what the loss gets as log probabilities. Sums: how far their exponentials' sums over the classes are
+        from 1, minus the rounding, on the device."""
+        if type(node).__name__ in CROSS_ENTROPIES:
+            self._check_sums(node)
         self.rows: tuple[int, int] | None = None
         """Number of rows in the loss, and of all rows of tokens."""
         self._text = text
@@ -101,6 +121,23 @@ class Loss:
             int(selection._saved_start or 0) for selection in slices if selection._saved_dim == 1
         )
         return [selection for selection in selections if selection not in slices]
+
+    def _check_sums(self, node: Any) -> None:
+        """Sum some probabilities whose logarithms the loss gets, if a softmax or a layer gave them."""
+        scores, (producer, _) = saved(node, "self"), source(node)
+        if scores is None or scores.dim() < 2 or type(producer).__name__ not in _SCORES:
+            return
+        result = saved(producer, "result")
+        # If only some classes were selected, their probabilities need not sum to 1.
+        if result is None or scores.shape[1] in result.shape:
+            self._scores = _SCORES[type(producer).__name__]
+            # Each logarithm is rounded relative to its size, and the mean size is at most log C for C classes.
+            rounding = self._torch.finfo(scores.dtype).eps * math.log(scores.shape[1])
+            some = scores.detach()[:_SUMMED]
+            for axis in range(2, scores.dim()):
+                some = some.narrow(axis, 0, 1)
+            deviation = (some.double().exp().sum(1) - 1).abs().amax()
+            self.sums = deviation - rounding
 
     def _drop_masked(self, left_out: Any) -> None:
         """Drop the labels of masked positions."""
@@ -169,9 +206,17 @@ class Loss:
             cover = Coverage(self._torch, tokens_BT, *labels, self._text)
         return _Comparison(tokens_BT, positions_BT, self._torch.stack(counts).double(), cover)
 
-    def lines(self, counts: list[list[float]], covers: list[list[int] | None]) -> list[Line]:
-        """Return the verdicts, from the numbers of `compared` and of their covers on the host."""
+    def lines(
+        self, counts: list[list[float]], covers: list[list[int] | None], sums: float | None
+    ) -> list[Line]:
+        """Return the verdicts, from the numbers of `compared`, of their covers and `sums` on the host."""
         lines: list[Line] = []
+        if sums is not None and sums > _SUMS_TO_1:
+            text = f"the loss takes logarithms of probabilities and gets {self._scores}"
+            lines.append(("log_probabilities", SUSPICION, text, {"off": sums}))
+        elif sums is not None and sums <= _SUMS_TO_1:
+            text = "the loss gets log probabilities that sum to 1 over the classes"
+            lines.append(("log_probabilities", PASS, text, {"off": sums}))
         if self.double:
             text = "the cross entropy applies a softmax to the output of a softmax"
             lines.append(("double_softmax", SUSPICION, text, {}))
@@ -232,8 +277,9 @@ def judge_losses(sampled: SampledStep, losses: list[Loss | Divergence]) -> None:
     tensors: dict[Any, Any] = {}
     for place, loss in enumerate(losses):
         comparisons: list[Any] = loss.compared if isinstance(loss, Loss) else [loss]
-        if isinstance(loss, Divergence) and loss.padding is not None:
-            tensors[place, "padding"] = loss.padding
+        name, tensor = ("sums", loss.sums) if isinstance(loss, Loss) else ("padding", loss.padding)
+        if tensor is not None:
+            tensors[place, name] = tensor
         for index, comparison in enumerate(comparisons):
             tensors[place, index] = comparison.numbers
             cover = getattr(comparison, "cover", None)
@@ -252,7 +298,10 @@ def _judge(losses: list[Loss | Divergence], step: int, tensors: dict[Any, Any]) 
         if isinstance(loss, Loss):
             every = range(len(loss.compared))
             covers = [numbers.get((place, index, "cover")) for index in every]
-            lines_of_losses.append(loss.lines([numbers[place, index] for index in every], covers))
+            sums = numbers.get((place, "sums"))
+            lines_of_losses.append(
+                loss.lines([numbers[place, index] for index in every], covers, sums)
+            )
         else:
             padding = numbers.get((place, "padding"), [])
             lines_of_losses.append(loss.lines(numbers[place, 0], weights, step, padding))

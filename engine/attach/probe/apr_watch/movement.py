@@ -22,6 +22,8 @@ _ANY, _EACH = 4, 16
 """First step at which weights are judged together, and first one at which each tensor is judged."""
 _ZEROS = 64
 """First step at which gradients that have always been 0 are reported."""
+_IN_A_ROW = 2
+"""Number of consecutive sampled steps that must move frozen weights."""
 _TOLERANCE_ULP = 8.0
 """Tolerated change of a weight between two steps, in units of the last place."""
 _MAX_UNCHANGED = 0.5
@@ -59,6 +61,7 @@ class Movement:
         """Weights after the newest step; empty unless they are compared before the next one."""
         self._exclusive_ids: set[int] = set()
         """Ids of the parameters that only this optimizer should write."""
+        self._gradients: list[Any] = []
         self._moved = [weights != weights for weights in self._first]
         self._pushed = list(self._moved)
         """Elements that have had a gradient above what rounding explains."""
@@ -67,6 +70,8 @@ class Movement:
         self._knows_zeros = False
         """Whether it is known which tensors have had no gradient other than 0."""
         self._has_gradients = False
+        self._highest = [0.0] * len(optimizer.param_groups)
+        self._frozen_steps = 0
         self.is_settled = False
         """Whether it is known that weights move, or another verdict says why they do not."""
 
@@ -95,16 +100,22 @@ class Movement:
         """Compare the weights after a sampled step, on the device. `is_asked`: whether the verdict on NaN is wanted in
         any case; `exclusive_ids`: ids of the parameters that nothing else should write before the next step."""
         number, tensors = sampled.number, dict[str, Any]()
+        # A learning rate in a tensor may be on a GPU: assume that it is above 0.
+        likely = [1.0 if rate is None else rate for rate in sampled.rates]
+        self._highest = list(map(max, likely, self._highest + [0.0] * len(likely)))
         weights_now, gradients = self._read("data"), self._read("grad")
         self._has_gradients |= any(sample.has_gradients for sample in self._samples)
+        previous, self._gradients = self._gradients, gradients
         self._after, self._exclusive_ids = weights_now if exclusive_ids else [], exclusive_ids
         if not (self._first and self._before and weights_now and gradients):
             return
-        works = [
+        state = [
             [
-                rows.of().requires_grad  # type: ignore[union-attr]
-                and sampled.is_settled
-                and bool(sampled.rates[rows.group])
+                (
+                    not rows.of().requires_grad,  # type: ignore[union-attr]
+                    sampled.is_settled and bool(sampled.rates[rows.group]),
+                    sampled.is_settled and not self._highest[rows.group],
+                )
                 for rows in sample.rows
             ]
             for sample in self._samples
@@ -126,7 +137,11 @@ class Movement:
             tensors[f"nan {index}"] = weights.isnan()
             tensors[f"before {index}"] = self._before[index]
             tensors[f"change {index}"] = weights - self._before[index]
-        sampled.judge_later(lambda read: self._lines(sampled, works, is_asked, read), tensors)
+            if previous and not sampled.runs_script:
+                # Neither a backward pass nor the script wrote these gradients since the previous sampled step.
+                stale = (slopes == 0) | (slopes == previous[index])
+                tensors[f"frozen {index}"] = (weights != self._before[index]) & stale
+        sampled.judge_later(lambda read: self._lines(sampled, state, is_asked, read), tensors)
 
     def _norm(self, rows: Rows) -> Any:
         """Return the largest gradient of a whole tensor; 1 where it has none, or one that cannot be read."""
@@ -165,47 +180,71 @@ class Movement:
     def _lines(
         self,
         sampled: SampledStep,
-        works: list[list[bool]],
+        state: list[list[tuple[bool, bool, bool]]],
         is_asked: bool,
         tensors: dict[str, Any],
     ) -> list[Line]:
-        """Return the verdicts. `works`: whether each tensor is trained at a learning rate above 0 that no longer
-        rises."""
+        """Return the verdicts. `state`: whether each tensor is frozen (requires no gradient), trained at a learning
+        rate above 0 that no longer rises, and had the learning rate 0 at every step while others had more."""
         # Another verdict says why weights stay.
         self.is_settled |= sampled.has_failed
         trained: list[Any] = []
-        moved, still, with_nan, zero = [], [], [], []
-        numbers = changing = unchanged = 0
+        moved, still, with_nan, driven, resting, zero = [], [], [], [], [], []
+        numbers = frozen_tensors = changing = unchanged = 0
         shares: list[float] = []
         for index, sample in enumerate(self._samples):
+            none = self._torch.zeros(sum(sample.counts), dtype=self._torch.bool, device="cpu")
             columns = [
-                tensors[f"{kind} {index}"].split(sample.counts)
-                for kind in ("pushed", "moved", "nan", "nonzero", "before", "change")
+                tensors.pop(f"{kind} {index}", none).split(sample.counts)
+                for kind in ("pushed", "moved", "nan", "frozen", "nonzero", "before", "change")
             ]
-            norms = tensors.get(f"whole {index}", self._torch.zeros(len(sample.rows))).tolist()
-            for rows, is_trained, norm, pushed, moves, nan, nonzero, before, change in zip(
-                sample.rows, works[index], norms, *columns, strict=True
-            ):
+            norms = tensors.pop(f"whole {index}", self._torch.zeros(len(sample.rows)))
+            for (
+                rows,
+                (frozen, works, rests),
+                pushed,
+                moves,
+                nan,
+                drives,
+                nonzero,
+                before,
+                change,
+                norm,
+            ) in zip(sample.rows, state[index], *columns, norms.tolist(), strict=True):
+                if frozen:
+                    frozen_tensors += 1
+                    driven += [rows] * bool(drives.any())
+                    continue
                 numbers += rows.count
                 self._nonzero |= {rows.label} if norm or nonzero.any() else set()
                 with_nan += [rows] * bool(nan.any())
+                resting += [rows] * bool(rests and pushed.any() and not moves.any())
                 if rows.is_matrix and nonzero.any():
                     shares.append(self._share(rows.label, before, change))
-                if not is_trained:
-                    continue
-                if before.element_size() == 2:
+                if works and before.element_size() == 2:
                     changing += int(nonzero.sum())
                     unchanged += int((nonzero & (change == 0)).sum())
-                trained.append(rows)
-                zero += [rows] * (rows.label not in self._nonzero)
-                moved += [rows] * bool(moves.any())
-                still += [rows] * bool(pushed.any() and not (pushed & moves).any())
+                if works:
+                    trained.append(rows)
+                    zero += [rows] * (rows.label not in self._nonzero)
+                    moved += [rows] * bool(moves.any())
+                    still += [rows] * bool(pushed.any() and not (pushed & moves).any())
         name = sampled.name
         lines = self._finite(name, with_nan, numbers, is_asked)
+        self._frozen_steps = self._frozen_steps + 1 if driven else 0
+        if self._frozen_steps >= _IN_A_ROW:
+            text = (
+                f"{name} moves {len(driven)} tensors whose requires_grad is False, by momentum, decay or a gradient "
+                f"that was left: {self._named(driven)}"
+            )
+            lines.append(("frozen_weights", SUSPICION, text, {"tensors": len(driven)}))
+        elif frozen_tensors and not driven:
+            text = f"{name} moves none of its {frozen_tensors} tensors whose requires_grad is False"
+            lines.append(("frozen_weights", PASS, text, {"tensors": frozen_tensors}))
         if with_nan:
             return lines
         lines += self._updates(sampled, changing, unchanged, shares)
-        lines += self._moves(name, sampled.number, trained, moved, still)
+        lines += self._moves(name, sampled.number, trained, moved, still, resting)
         return [*lines, *self._zero_gradients(name, sampled.number, trained, zero)]
 
     def _share(self, label: str, weights: Any, change: Any) -> float:
@@ -271,6 +310,7 @@ class Movement:
         trained: list[Any],
         moved: list[Any],
         still: list[Any],
+        resting: list[Any],
     ) -> list[Line]:
         if self.is_settled or not trained or number < _ANY:
             return []
@@ -286,6 +326,12 @@ class Movement:
         if number < _EACH:
             return []
         self.is_settled = True
+        if resting and not still:
+            text = (
+                f"{len(resting)} tensors of {name} have gradients and had the learning rate 0 in all {number} steps: "
+                f"{self._named(resting)}"
+            )
+            return [("weights_move", SUSPICION, text, {**about, "resting": len(resting)})]
         if not still:
             text = f"sampled elements of {len(moved)} of {len(trained)} tensors of {name} have changed in "
             text += f"{number} steps"

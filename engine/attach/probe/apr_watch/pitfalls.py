@@ -1,10 +1,11 @@
 """Find mistakes in the nodes next to a loss: predictions and targets that broadcast to a table of all pairs, logits
-bounded by an activation, and batches of one class."""
+bounded by an activation, batches of one class, and terms without a gradient."""
 
 # Shapes: N predictions
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from .graph import CROSS_ENTROPIES, POINTWISE, labels_of, saved, source
@@ -27,6 +28,10 @@ _POINTWISE_NODES = {
     )
 }
 """Nodes that are pointwise, reduce or reshape."""
+_ROUNDINGS = 64
+"""Maximum difference between a loss and the sum of its terms that counts as rounding, in roundings of the loss."""
+_MAX_DEPTH = 16
+"""Maximum depth of sums and factors between a loss and a term, in nodes."""
 _BINARY = "BinaryCrossEntropyWithLogitsBackward0"
 
 
@@ -53,11 +58,34 @@ class Classes:
         return [("one_class", SUSPICION, text, {"labels": labels, "class": lowest})]
 
 
+class Terms:
+    """Check of one optimizer's losses for a term without a gradient that differs from step to step."""
+
+    def __init__(self) -> None:
+        self._previous: float | None = None
+
+    def add(self, loss: float, trained: float, rounding: float) -> list[Line]:
+        """Return the verdict on the value of a loss and that of its terms with a gradient."""
+        untrained, previous = loss - trained, self._previous
+        if not math.isfinite(untrained):
+            return []
+        self._previous = untrained
+        if abs(untrained) <= rounding:
+            return [("untrained_term", PASS, "all terms of the loss have a gradient", {})]
+        # A number that is the same in each step has no gradient anyway.
+        if previous is None or abs(untrained - previous) <= rounding:
+            return []
+        text = f"of a loss of {loss:.4g} only {trained:.4g} has a gradient: a term of {untrained:.4g} trains nothing"
+        return [("untrained_term", SUSPICION, text, {"loss": loss, "trained": trained})]
+
+
 class Pitfalls:
     """Findings in the nodes of one backward pass."""
 
-    def __init__(self, torch: Any, nodes: list[Any]) -> None:
+    def __init__(self, torch: Any, nodes: list[Any], tensors: list[Any]) -> None:
         self.lines: list[Line] = []
+        self.terms = _terms(torch, tensors[0]) if len(tensors) == 1 else None
+        """Value of the loss, of its terms with a gradient, and what may be rounding, on the device; None if unknown."""
         self.labels: Any = None
         """Lowest label, highest label and number of labels of a cross entropy, on the device."""
         for node, way in nodes:
@@ -129,6 +157,53 @@ class Pitfalls:
     def _add(self, *line: Any) -> None:
         if line[:2] not in [one[:2] for one in self.lines]:
             self.lines.append(line)
+
+
+def _terms(torch: Any, loss: Any) -> Any:
+    """Return the value of a loss, of its terms with a gradient, and what may be rounding; None if they are not all
+    cross entropies."""
+    root = getattr(loss, "grad_fn", None)
+    trained = None if root is None or loss.dim() else _value(torch, root, 0)
+    if trained is None:
+        return None
+    values = torch.stack([loss.detach().double(), trained])
+    rounding = _ROUNDINGS * torch.finfo(loss.dtype).eps * values.abs().sum()
+    return torch.cat([values, rounding[None]])
+
+
+def _value(torch: Any, node: Any, depth: int) -> Any:
+    """Return the value of the terms with a gradient below a node, by sums, factors and cross entropies; None where
+    there is something else."""
+    kind = type(node).__name__
+    children = [child for child, _ in node.next_functions]
+    if kind in CROSS_ENTROPIES:
+        logs, (targets, ignored) = saved(node, "self"), labels_of(node)
+        reduction = {1: "mean", 2: "sum"}.get(int(node._saved_reduction))
+        if logs is None or targets is None or reduction is None or node._saved_weight is not None:
+            return None
+        if torch.finfo(logs.dtype).bits < 32:
+            return None
+        nll = torch.nn.functional.nll_loss
+        return nll(logs, targets, ignore_index=ignored, reduction=reduction).double()
+    if depth > _MAX_DEPTH or kind not in (
+        "AddBackward0",
+        "SubBackward0",
+        "MulBackward0",
+        "DivBackward0",
+    ):
+        return None
+    if kind in ("AddBackward0", "SubBackward0"):
+        values = [0.0 if child is None else _value(torch, child, depth + 1) for child in children]
+        if any(child is None for child in values) or type(node._saved_alpha) not in (int, float):
+            return None
+        return values[0] + values[1] * (node._saved_alpha if kind[0] == "A" else -node._saved_alpha)
+    # A product of two trained numbers has no terms.
+    trained = [index for index, child in enumerate(children) if child is not None]
+    value = _value(torch, children[trained[0]], depth + 1) if len(trained) == 1 else None
+    factor = saved(node, "self" if trained == [1] else "other")
+    if value is None or factor is None or factor.dim():
+        return None
+    return value * factor.double() if kind[0] == "M" else value / factor.double()
 
 
 def _is_pointwise(way: list[Any]) -> bool:

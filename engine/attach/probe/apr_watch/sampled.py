@@ -149,6 +149,10 @@ class SampledStep:
             or bool(getattr(optimizer, "_optimizer_step_pre_hooks", None))
             or getattr(optimizer, "grad_scale", None) is not None
         )
+        self.runs_script = has_closure or bool(
+            getattr(optimizer, "_optimizer_step_post_hooks", None)
+        )
+        """Whether code of the script runs during the step."""
 
     def end(self) -> None:
         """Begin to copy what `judge_later` got."""
