@@ -92,13 +92,6 @@ class Log:
             row += last - number
         return lines
 
-    def until(self, unix_s: float) -> Log:
-        """Return the log as it was at a time."""
-        asides = bisect_right([line.unix_s for line in self.asides], unix_s)
-        count = _number_at(self.parts, self.points, self.count, unix_s)
-        places = tuple(min(place, count) for place in self.places[:asides])
-        return Log(self.parts, self.points, count, self.asides[:asides], places)
-
     def matching(self, start: int, stop: int, pattern: str) -> list[int]:
         """Return the rows in [start, stop) whose text matches a filter.
 

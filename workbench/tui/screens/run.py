@@ -1,4 +1,4 @@
-"""One run: its panes, its replay, and the keys that act on it.
+"""One run: its panes, and the keys that act on it.
 
 The panes come from the table `workbench.panes`; stopping and resuming a run is in `actions`.
 """
@@ -16,7 +16,6 @@ from textual.events import DescendantFocus, Resize
 from textual.geometry import Size
 from textual.reactive import reactive
 from textual.widget import Widget
-from textual.widgets import Input
 
 from engine.flips.proposals import of_alert, proposals
 from engine.log.events import Judged
@@ -31,7 +30,6 @@ from workbench.tui.screens.actions import RESUME, STOP, ask_to_resume, ask_to_st
 from workbench.tui.screens.flip import FlipScreen
 from workbench.tui.screens.form import ChooseScreen
 from workbench.tui.screens.polling import Polled, PollingScreen
-from workbench.tui.screens.replay import Replay
 from workbench.tui.widgets.key_bar import KeyBar
 from workbench.tui.widgets.log_pane import LogPane
 from workbench.tui.widgets.pane_tabs import PaneTabs, pane_keys
@@ -73,7 +71,6 @@ class RunScreen(PollingScreen):
         "Signs on the row of marks",
         "  × ! R C s c            not finite, alert, resumed, late compile, saved, compile",
         "",
-        "A replay shows every pane as it was; arrows move in time.",
         "Closing this screen does not affect the run.",
     )
 
@@ -94,13 +91,8 @@ class RunScreen(PollingScreen):
         Binding("l", "log_y", "log y", tooltip="logarithmic y axis of the chosen plot on or off"),
         Binding("slash", "filter", "filter", tooltip="filter the log"),
         Binding("f", "follow", "follow", tooltip="follow the end of the log, or stop following"),
-        Binding("p", "replay", "replay", tooltip="replay the run from the cursor on; p ends it"),
         Binding(
-            "left", "scrub(-1)", "earlier", show=False, priority=True, tooltip="back in a replay"
-        ),
-        Binding("right", "scrub(1)", "later", show=False, priority=True, tooltip="on in a replay"),
-        Binding(
-            "b", "batch", "batch", tooltip="the rows of the newest step, or that of the replay"
+            "b", "batch", "batch", tooltip="the rows of the step under the cursor, or the newest"
         ),
         Binding("F", "flip", "flip", tooltip="test a suspicion: this run with one setting changed"),
         Binding("W", "why", "why", tooltip="ask what causes what went wrong here, and test it"),
@@ -162,9 +154,6 @@ class RunScreen(PollingScreen):
         self._marks: tuple[Mark, ...] = ()
         self._marked: RunView | None = None
         """View that the marks were made from."""
-        self._replay: Replay | None = None
-        self._past: Snapshot | None = None
-        """The run as it was at the time of the replay."""
 
     def compose(self) -> ComposeResult:
         ascii_only, read_only = self.context.ascii_only, self.context.read_only
@@ -188,11 +177,6 @@ class RunScreen(PollingScreen):
             return LogPane(title, id=pane.id)
         return TextPane(title, id=pane.id, help=pane.help)
 
-    @property
-    def shown(self) -> Snapshot | None:
-        """Return the snapshot that the panes show: the live one, or the replay's."""
-        return self._snapshot if self._replay is None else self._past
-
     def poll(self) -> Polled:
         snapshot = self._feed.poll()
         # Marks are made here, not in the drawing thread: making them walks long lists. A poll that found nothing new
@@ -213,17 +197,13 @@ class RunScreen(PollingScreen):
             self.lay_out()
 
     def _update_panes(self) -> None:
-        snapshot = self.shown
+        snapshot = self._snapshot
         if snapshot is None:
             return
         with self.app.batch_update():
             self.query_one(StatusLine).snapshot = snapshot
             line = self.query_one(TimelinePane)
-            line.whole = self._snapshot if self._replay is not None else None
-            line.marks = (
-                self._marks if self._replay is None else _marks_until(self._marks, snapshot)
-            )
-            line.snapshot = snapshot
+            line.marks, line.snapshot = self._marks, snapshot
             self.query_one(LogPane).snapshot = snapshot
             for pane in PANES:
                 if snapshot.command is not None and pane.title_of_watched:
@@ -233,21 +213,17 @@ class RunScreen(PollingScreen):
                     text = self.query_one(f"#{pane.id}", TextPane)
                     text.show(lines_for)
                     text.show_title(pane.numbered_title(watched=snapshot.command is not None))
-            self._show_replay_position()
 
     # Layout.
 
-    @property
-    def _has_ended(self) -> bool:
-        return self.shown is not None and self.shown.has_ended
-
     def _layout(self) -> Layout:
+        snapshot = self._snapshot
         return arrange(
             *self.size,
             chosen=self._chosen,
             zoomed=self._zoomed,
-            ended=self._has_ended,
-            alerts=self.shown is not None and bool(self.shown.view.alerts),
+            ended=snapshot is not None and snapshot.has_ended,
+            alerts=snapshot is not None and bool(snapshot.view.alerts),
         )
 
     @on(Resize)
@@ -295,9 +271,7 @@ class RunScreen(PollingScreen):
         self.lay_out()
 
     def action_back(self) -> None:
-        if self._replay is not None:
-            self._end_replay()
-        elif self._zoomed:
+        if self._zoomed:
             self.action_zoom()
         elif len(self.app.screen_stack) > 2:
             self.app.pop_screen()
@@ -317,91 +291,15 @@ class RunScreen(PollingScreen):
         self.query_one(LogPane).start_filter()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        if action == "scrub":
-            # The timeline binds these keys itself, and typing a filter needs them.
-            return self._replay is not None and not isinstance(self.focused, TimelinePane | Input)
         if action in ("flip", "why"):
             # A log of another tool has no command that could be started again.
             live = self._snapshot
             return not self.context.read_only and live is not None and live.view.imported is None
         if action == "batch":
-            return self.shown is not None and has_rows(self.shown)
-        if action == "replay":
-            live = self._snapshot
-            return live is not None and live.view.first_unix_s is not None
+            return self._snapshot is not None and has_rows(self._snapshot)
         if action in ("stop", "resume"):
             return (target := self.target()) is not None and target.can(action)
         return True
-
-    # Replay.
-
-    def draw_keys(self) -> None:
-        """Show the keys of the replay while one is shown."""
-        replay = self._replay
-        if replay is None:
-            super().draw_keys()
-            return
-        keys = [
-            Binding("question_mark", "app.help", "help"),
-            Binding("left,right", "scrub(-1)", "time"),
-            Binding("p", "replay", "end replay"),
-            Binding("z", "zoom", "zoom"),
-        ]
-        self.query_one(KeyBar).draw(keys)
-
-    def action_replay(self) -> None:
-        if self._replay is not None:
-            self._end_replay()
-            return
-        if self._snapshot is None or self._snapshot.view.first_unix_s is None:
-            return
-        line = self.query_one(TimelinePane)
-        begin = line.cursor_unix_s
-        if begin is None:
-            begin = self._snapshot.view.first_unix_s
-        self._past = None
-        self._replay = Replay(self, self.run, begin, self.show_past)
-        line.show_time(begin)
-        line.focus()
-        self.draw_keys()
-        self._show_replay_position()
-
-    def _end_replay(self) -> None:
-        if self._replay is not None:
-            self._replay.close()
-        self._replay, self._past = None, None
-        self._update_panes()
-        self.draw_keys()
-        self.lay_out()
-
-    def _show_replay_position(self) -> None:
-        live, replay = self._snapshot, self._replay
-        words = ""
-        if replay is not None and live is not None:
-            words = replay.words(live.view.first_unix_s or 0.0, live.view.last_unix_s or 0.0)
-        self.query_one(StatusLine).replay = words
-
-    def show_past(self, snapshot: Snapshot) -> None:
-        """Draw the run as it was."""
-        if self._replay is not None:
-            before, self._past = self._past, snapshot
-            self._update_panes()
-            if _layout_inputs(before) != _layout_inputs(self._past):
-                self.lay_out()
-
-    @on(TimelinePane.Moved)
-    def seek(self, message: TimelinePane.Moved) -> None:
-        """Move the replay to the time of the cursor."""
-        replay, live = self._replay, self._snapshot
-        if replay is not None and live is not None:
-            last = live.view.steps.last("clock_s")
-            # At the last step the cursor also shows what was logged after that step.
-            is_end = last is not None and message.unix_s >= last
-            replay.seek(live.view.last_unix_s or 0.0 if is_end else message.unix_s)
-            self._show_replay_position()
-
-    def action_scrub(self, columns: int) -> None:
-        self.query_one(TimelinePane).action_move(columns)
 
     # Keys that act on the run, or ask why.
 
@@ -438,7 +336,7 @@ class RunScreen(PollingScreen):
         self._ask_for_flip(None)
 
     def _ask_for_flip(self, alert: Judged | None) -> None:
-        snapshot = self.shown
+        snapshot = self._snapshot
         if snapshot is None or self.context.read_only:
             return
         suggestions = proposals(snapshot.view, settings_of(self.run), snapshot.command)
@@ -449,14 +347,15 @@ class RunScreen(PollingScreen):
         self.app.push_screen(FlipScreen(self.context, self.run, suggestions))
 
     def action_batch(self) -> None:
-        """Show what the newest step trained on; in a replay the step at its time."""
-        snapshot = self.shown
+        """Show what the step under the cursor trained on; without a cursor the newest."""
+        snapshot = self._snapshot
         if snapshot is None:
             return
         # Imported here: the first frame does not need it.
         from workbench.tui.screens.lists import StepRowsScreen
 
-        step = snapshot.view.last_step
+        cursor = self.query_one(TimelinePane).window.cursor
+        step = snapshot.view.last_step if cursor is None else round(cursor)
         self.app.push_screen(StepRowsScreen(self.context, self.run.path, step))
 
     def action_why(self) -> None:
@@ -474,8 +373,3 @@ def has_rows(snapshot: Snapshot) -> bool:
 def _layout_inputs(snapshot: Snapshot | None) -> object:
     """Return the values that decide which panes are visible."""
     return snapshot and (snapshot.state, snapshot.alive, bool(snapshot.view.alerts))
-
-
-def _marks_until(marks: tuple[Mark, ...], snapshot: Snapshot) -> tuple[Mark, ...]:
-    """Return the marks that existed at the time of a past snapshot."""
-    return tuple(mark for mark in marks if mark.unix_s <= snapshot.now_unix_s)

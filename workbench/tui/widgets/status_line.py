@@ -99,8 +99,6 @@ class StatusLine(Static):
     """
 
     snapshot: reactive[Snapshot | None] = reactive(None, repaint=False)
-    replay: reactive[str] = reactive("")
-    """The position of a replay; empty for the live view."""
 
     def __init__(self, name: str, *, ascii_only: bool, read_only: bool, id: str) -> None:
         super().__init__(Content(f"{name}: reading its log"), id=id, markup=False)
@@ -111,7 +109,7 @@ class StatusLine(Static):
     def watch_snapshot(self) -> None:
         self._write()
 
-    on_resize = watch_replay = watch_snapshot
+    on_resize = watch_snapshot
 
     def _verdict(self, verdict_of_run: RunVerdict, snapshot: Snapshot, width: int) -> list[Content]:
         """Return the verdict in the colour of its level, and what to do in the same row, or below it on a screen
@@ -139,7 +137,6 @@ class StatusLine(Static):
         if snapshot is None:
             return
         width = self.size.width
-        before = [self.replay] if self.replay else []
         after = ["read-only"] if self._read_only else []
         share, flags = heading(snapshot, width, ascii_only=self._ascii_only)
         name, verdict, low = self._run_name, None, is_low(*self.app.size)
@@ -150,7 +147,7 @@ class StatusLine(Static):
                 name = f"{verdict.sign(ascii_only=self._ascii_only)} {name}"
         if width < WIDE:
             name = shortened(name, 24 if width >= NARROW else 16)
-        top = "  ".join([name, *before, *([share] if share else []), *flags, *after])
+        top = "  ".join([name, *([share] if share else []), *flags, *after])
         top = with_command(top, snapshot.command, width - 2)
         lines = [
             _bold_to(top, "  ", "bold"),

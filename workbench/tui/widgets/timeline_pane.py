@@ -2,8 +2,7 @@
 its keys.
 
 What is on top is one of `CURVES`: the losses on held-out text with those that they are compared with, the
-training loss, or its parts. The x axis is the step; before the first step it is the time. Its ends are those of the
-whole run, even while a replay shows an earlier state.
+training loss, or its parts. The x axis is the step; before the first step it is the time.
 """
 
 from __future__ import annotations
@@ -86,13 +85,6 @@ class TimelinePane(ChartView, can_focus=True):
         Binding("escape", "drop", "no cursor", show=False, tooltip="remove the cursor"),
     ]
 
-    class Moved(Message):
-        """The cursor moved to another time."""
-
-        def __init__(self, unix_s: float) -> None:
-            super().__init__()
-            self.unix_s = unix_s
-
     class Opened(Message):
         """The user wants the marks under the cursor."""
 
@@ -101,8 +93,6 @@ class TimelinePane(ChartView, can_focus=True):
             self.marks = marks
 
     snapshot: reactive[Snapshot | None] = reactive(None, repaint=False)
-    whole: reactive[Snapshot | None] = reactive(None, repaint=False)
-    """The whole run, which sets the ends of the axis while `snapshot` is an earlier state of it."""
     marks: reactive[tuple[Mark, ...]] = reactive(())
     window: reactive[Window] = reactive(Window())
     log_y: reactive[bool] = reactive(False)
@@ -118,8 +108,6 @@ class TimelinePane(ChartView, can_focus=True):
         if _view_of(before) is not _view_of(snapshot):
             self.refresh()
             self._write_title()
-
-    watch_whole = watch_snapshot
 
     def watch_window(self) -> None:
         self._write_title()
@@ -142,9 +130,8 @@ class TimelinePane(ChartView, can_focus=True):
     # Drawing.
 
     def redraw_key(self) -> tuple[object, ...]:
-        views = _view_of(self.snapshot), _view_of(self.whole)
         how = self.window, self.log_y, self.curves, self.is_smooth
-        return (*views, self.marks, *how)
+        return (_view_of(self.snapshot), self.marks, *how)
 
     def _on_top(self, view: RunView) -> str:
         """Return which of CURVES is on top."""
@@ -227,10 +214,7 @@ class TimelinePane(ChartView, can_focus=True):
         cursor = self.window.cursor
         if cursor is None or not len(self._table):
             return ()
-        row = self._row_of(cursor)
-        # In a replay the step under the cursor may not be done yet: then show the newest.
-        done = min(row, len(steps) - 1)
-        words = step_words(steps, done) if done >= 0 else "nothing logged here yet"
+        words = step_words(steps, self._row_of(cursor))
         under = [mark.title for mark in self._under()]
         hidden_words = f" (and {len(under) - 3} more)" if len(under) > 3 else ""
         marks = "; ".join(under[:3]) + hidden_words + (" (enter)" if under else "")
@@ -258,15 +242,14 @@ class TimelinePane(ChartView, can_focus=True):
 
     @property
     def _table(self) -> Table:
-        snapshot = self.whole or self.snapshot
-        return RunView().steps if snapshot is None else snapshot.view.steps
+        return RunView().steps if self.snapshot is None else self.snapshot.view.steps
 
     def _ends(self) -> tuple[float, float]:
         table = self._table
         if len(table):
             return table.value("step", 0) or 0.0, table.last("step") or 0.0
         # Before the first step there are the times of marks and readings.
-        snapshot = self.whole or self.snapshot
+        snapshot = self.snapshot
         lanes = [] if snapshot is None else lanes_of(snapshot.view)
         times = [mark.unix_s for mark in self.marks]
         for read in (lane.table for lane in lanes):
@@ -279,25 +262,11 @@ class TimelinePane(ChartView, can_focus=True):
     def _row_of(self, x: float) -> int:
         return min(self._table.find("step", x), max(0, len(self._table) - 1))
 
-    @property
-    def cursor_unix_s(self) -> float | None:
-        """Return the time under the cursor; None without one."""
-        if self.window.cursor is None or not len(self._table):
-            return None
-        return self._table.value("clock_s", self._row_of(self.window.cursor))
-
-    def show_time(self, unix_s: float) -> None:
-        """Put the cursor at a time, without a message."""
-        if len(self._table):
-            row = min(self._table.find("clock_s", unix_s), len(self._table) - 1)
-            self.window = self.window.moved(self._table.value("step", row) or 0.0, *self._ends())
-
     # Keys.
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action == "drop":
-            # In a replay the cursor is the time, and escape ends it.
-            return self.window.cursor is not None and self.whole is None
+            return self.window.cursor is not None
         if action == "open":
             return bool(self._under())
         if action == "mark":
@@ -308,8 +277,6 @@ class TimelinePane(ChartView, can_focus=True):
 
     def _move_to(self, x: float) -> None:
         self.window = self.window.moved(x, *self._ends())
-        if (unix_s := self.cursor_unix_s) is not None:
-            self.post_message(self.Moved(unix_s))
 
     def action_move(self, columns: int) -> None:
         table = self._table

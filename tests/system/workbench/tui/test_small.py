@@ -11,7 +11,7 @@ from textual.pilot import Pilot
 from engine.log.downsample import Bucket
 from tests.support.charts import chart_of
 from tests.support.run_folders import completed, killed, running
-from tests.support.screens import on_screen, poll, press, resize, text_of, words_of
+from tests.support.screens import on_screen, press, resize, text_of
 from workbench.feed import RunFeed
 from workbench.listing import Row
 from workbench.marks import all_marks
@@ -161,16 +161,3 @@ def test_the_key_bar_has_whole_words_and_help(tmp_path: Path) -> None:
                 assert "…" not in bar.replace("  …", ""), bar
 
     on_screen([tmp_path / "runs"], (40, 12), script)
-
-
-def test_a_replay_shows_its_own_keys(tmp_path: Path) -> None:
-    async def script(pilot: Pilot[None]) -> None:
-        await press(pilot, "p")
-        bar = text_of(pilot).splitlines()[-1]
-        assert "left right time" in bar and "p end replay" in bar
-        await press(pilot, "p")
-        await poll(pilot)
-        assert "p replay" in text_of(pilot).splitlines()[-1]
-        assert "REPLAY" not in words_of(pilot)
-
-    on_screen([completed(tmp_path / "kd").path], (120, 40), script)

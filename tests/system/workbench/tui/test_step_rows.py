@@ -1,4 +1,4 @@
-"""The rows of a step on screen: of the newest step, of the one before, of another by its number, of a replay's."""
+"""The rows of a step on screen: of the newest step, the one before, another by its number, the one at the cursor."""
 
 from __future__ import annotations
 
@@ -47,6 +47,8 @@ def test_the_rows_of_steps_are_gone_through_by_keys(whole: Path, size: tuple[int
         await at_step(pilot, 20)
         await press(pilot, "escape")
         assert isinstance(pilot.app.screen, RunScreen)
+        await press(pilot, "1", "home", "b")
+        await at_step(pilot, 1)
 
     on_screen([whole], size, script)
 

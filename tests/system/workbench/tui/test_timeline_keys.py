@@ -1,4 +1,4 @@
-"""Keys of the time line and of a replay, on the screen of a run at the sizes people use."""
+"""Keys of the time line, on the screen of a run at the sizes people use."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from engine.log.folder import RunFolder
 from engine.spec import load_spec
 from tests.support.judged import alert_event
 from tests.support.kit import Kit
-from tests.support.run_events import exited
 from tests.support.run_folders import Scene, completed, corrupt, killed, resumed, torn
-from tests.support.screens import drawn, on_screen, poll, press, texts_of, words_of
+from tests.support.screens import on_screen, press, texts_of, words_of
 from workbench.tui.screens.flip import FlipScreen
-from workbench.tui.screens.run import RunScreen
 from workbench.tui.widgets.log_pane import LogView
 from workbench.tui.widgets.timeline_pane import TimelinePane
 
@@ -37,16 +35,6 @@ def alerted(path: Path) -> RunFolder:
     scene = Scene(path).open().begin(60).steps(1, 20)
     scene.watch(ALERT).steps(21, 60)
     return scene.close().run
-
-
-async def until_past(pilot: Pilot[None], step: int) -> str:
-    """Wait until the replay has drawn a step, and the panes that appear with it."""
-    for _ in range(500):
-        await pilot.pause(0.01)
-        if f"step {step}/" in words_of(pilot):
-            break
-    await drawn(pilot)
-    return words_of(pilot)
 
 
 def line_of(pilot: Pilot[None]) -> TimelinePane:
@@ -113,57 +101,6 @@ def test_an_alert_that_stands_has_a_pane_with_what_it_means(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "size",
-    [
-        size if size in (SIZES[0], SIZES[-1]) else pytest.param(size, marks=pytest.mark.soak)
-        for size in SIZES
-    ],
-)
-def test_a_replay_shows_the_run_as_it_was_and_escape_comes_back(
-    tmp_path: Path, size: tuple[int, int]
-) -> None:
-    async def script(pilot: Pilot[None]) -> None:
-        line_of(pilot).focus()
-        await press(pilot, "home", "p")
-        words = await until_past(pilot, 1)
-        assert "step 1/60" in words and "REPLAY 0:00:00 of 0:00:30" in words
-        assert "RUNNING" in words and "KILLED" not in words
-        await press(pilot, "end")
-        words = await until_past(pilot, 30)
-        assert "step 30/60" in words and "REPLAY 0:00:30 of 0:00:30" in words
-        await press(pilot, "escape")
-        assert "REPLAY" not in words_of(pilot) and "KILLED" in words_of(pilot)
-
-    scene = Scene(tmp_path / "run").open().begin(60).steps(1, 30)
-    run = scene.run
-    scene.now_s += 15.0
-
-    scene.watch(exited("killed")).close()
-    on_screen([run.path], size, script)
-
-
-def test_every_pane_of_a_replay_is_of_its_time(tmp_path: Path) -> None:
-    async def script(pilot: Pilot[None]) -> None:
-        await press(pilot, "home", "p")
-        words = await until_past(pilot, 1)
-        assert "ALERT data_wait" not in words and "step 60 loss" not in words
-        assert "no held-out loss" not in words, "what was known before the first step is known"
-        screen = pilot.app.screen
-        assert isinstance(screen, RunScreen) and screen.shown is not None
-        assert screen.shown.view.alerts == {}
-        await press(pilot, "end")
-        words = await until_past(pilot, 60)
-        assert "data_wait" in words
-        # While a replay is on, what is polled changes nothing on screen.
-        await press(pilot, "home")
-        await until_past(pilot, 1)
-        await poll(pilot)
-        assert "step 1/60" in words_of(pilot)
-
-    on_screen([alerted(tmp_path / "run").path], (160, 60), script)
-
-
-@pytest.mark.parametrize(
     ("make", "size"),
     [
         pytest.param(make, size, marks=[] if SIZES.index(size) == number else pytest.mark.soak)
@@ -175,13 +112,13 @@ def test_edge_states_survive_every_key_of_the_time_line(
     tmp_path: Path, make: object, size: tuple[int, int]
 ) -> None:
     assert callable(make)
-    keys = ["home", "plus", "plus", "right", "end", "left_square_bracket", "p", "l"]
+    keys = ["home", "plus", "plus", "right", "end", "left_square_bracket", "l"]
     texts_of(make(tmp_path / "run").path, size, "1", *keys, "escape", "escape")
 
 
 def test_a_run_without_a_step_has_a_time_line(tmp_path: Path) -> None:
     scene = Scene(tmp_path / "run")
-    texts_of(scene.run.path, (120, 40), "left", "home", "plus", "enter", "p", "escape")
+    texts_of(scene.run.path, (120, 40), "left", "home", "plus", "enter", "escape")
 
 
 def test_the_oldest_line_of_a_long_log_is_a_key_away_and_a_filter_goes_through_it_all(
