@@ -28,7 +28,6 @@ from engine.report.compared import METRICS, Difference, Metric, all_settings, di
 from engine.units import format_count, format_seconds
 from engine.watch.runs_feed import READ_BUDGET_S
 from workbench.feed import RunFeed, Snapshot
-from workbench.groups import Samples, samples_of
 from workbench.paths import path_text
 from workbench.traces import GAP, Trace
 
@@ -129,10 +128,6 @@ class Compared:
             gap=self._gap(metric, axis),
         )
 
-    def samples(self, metric: Metric, axis: str) -> Samples:
-        """Return every row that has the metric."""
-        return samples_of(*self._series(metric, axis), gap=self._gap(metric, axis))
-
     def _gap(self, metric: Metric, axis: str) -> float:
         """Return the largest x distance at which two neighbours are joined by a line: a missing step, or a long time
         without steps, breaks it. A metric that is logged only every N steps may have gaps of about N steps."""
@@ -190,12 +185,6 @@ class CompareFeed:
         runs = tuple(map(_compared, self._feeds, self._feeds.values()))
         return Comparison(runs=runs, behind=any(run.snapshot.behind for run in runs))
 
-    def read_all(self) -> Comparison:
-        """Poll until nothing is left to read."""
-        while (comparison := self.poll()).behind:
-            pass
-        return comparison
-
 
 def _compared(slot: int, feed: RunFeed) -> Compared:
     snapshot = feed.poll()
@@ -210,33 +199,6 @@ def differences(runs: Sequence[Compared], here: Path | None = None) -> list[Diff
     """Return the settings that differ; paths are shown relative to `here`, by default the current folder, where that
     is shorter."""
     return differing(runs, lambda value: path_text(value, here))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Group:
-    """The runs that have the same value of a setting."""
-
-    value: str
-    runs: tuple[Compared, ...]
-
-    @property
-    def slot(self) -> int:
-        """The index of its style: that of its first run."""
-        return self.runs[0].slot
-
-
-def groupings(found: Sequence[Difference]) -> tuple[str, ...]:
-    """Return the settings that runs can be grouped by: those with a value that several runs share."""
-    return tuple(one.key for one in found if any(len(places) > 1 for places, _ in one.values))
-
-
-def groups_by(runs: Sequence[Compared], found: Sequence[Difference], key: str) -> tuple[Group, ...]:
-    """Return the runs grouped by their value of a setting; each run without settings is a separate group."""
-    values = next((one.values for one in found if one.key == key), ())
-    groups = [Group(value=value, runs=tuple(runs[at] for at in places)) for places, value in values]
-    grouped = {at for places, _ in values for at in places}
-    alone = [run for at, run in enumerate(runs) if at not in grouped]
-    return (*groups, *(Group(value="not on record", runs=(run,)) for run in alone))
 
 
 def alerts_words(runs: Sequence[Compared], letters: Sequence[str]) -> list[str]:

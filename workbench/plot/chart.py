@@ -42,7 +42,6 @@ from workbench.plot.canvas import (
     flow,
     name_places,
 )
-from workbench.plot.spread import draw_spread
 from workbench.traces import Trace
 
 MIN_WIDTH, MIN_HEIGHT = 24, 4
@@ -76,8 +75,6 @@ class Line:
     """Whether the legend has its name after the letter."""
     value: float | None = None
     """The value in the legend."""
-    spread: Trace | None = None
-    """A band around it, from the lowest to the highest value of each bucket."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +197,7 @@ class _Drawing:
         self.levels = [
             x for x in chart.levels if math.isfinite(x.y) and (x.y > 0 or not chart.log_y)
         ]
-        traces = [x for line in self.lines for x in (line.trace, line.spread) if x is not None]
+        traces = [line.trace for line in self.lines]
         self.span = span_of(traces, chart.points, self.levels, chart.log_y)
         dots = dots_of(width, ascii_only=glyphs is ASCII)
         self.x_axis = Axis(chart.low, chart.high, dots)
@@ -313,9 +310,6 @@ class _Drawing:
         for row, _ in levels:
             for column in range(canvas.columns):
                 canvas.char(column, row, glyphs.level, "level")
-        for line in reversed(self.lines):
-            if line.spread is not None:
-                draw_spread(canvas, line.spread, self.x_axis, y_axis, line.slot, line.letter)
         for line in reversed(self.lines):
             draw_line(canvas, line.trace, self.x_axis, y_axis, line.slot, glyphs)
         for line in self.lines:

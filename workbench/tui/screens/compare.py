@@ -3,8 +3,7 @@ settings that differ, and the alerts of each."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar
 
 from textual import on
@@ -16,26 +15,22 @@ from textual.events import DescendantFocus, Resize
 from textual.widgets import Static
 
 from engine.log.folder import RunFolder
-from engine.report.compared import Difference, Metric, results_table, settings_note
+from engine.report.compared import Metric, results_table, settings_note
 from workbench.compared import (
     AXES,
     Compared,
     CompareFeed,
     Comparison,
-    Group,
     alerts_words,
     axis_text,
     differences,
-    groupings,
-    groups_by,
 )
-from workbench.groups import band_words, spread_of
 from workbench.plot.canvas import ASCII, UNICODE, Span
 from workbench.plot.chart import Chart, Line
 from workbench.plot.grid import Legend
 from workbench.plot.series import SERIES, series_style
 from workbench.tui.context import Context
-from workbench.tui.names import distinct_names, shortened
+from workbench.tui.names import distinct_names
 from workbench.tui.run_lines import HeadedRun, heading_lines, result_lines, setting_lines
 from workbench.tui.screens.polling import Polled, PollingScreen
 from workbench.tui.widgets.chart_grid import ChartGrid
@@ -69,9 +64,6 @@ class CompareScreen(PollingScreen):
         "  ▾ ▴ (v ^ in ASCII)       off the axis",
         "",
         "g shows one metric large, or all that fit; in the grid * is at the metric that m chooses.",
-        "b groups the runs by a setting: the line is the mean of the runs that have a value there, the band is one",
-        "standard deviation (n-1) to each side, or the range of fewer than 3 values (small letters on its edges);",
-        "one run is a plain line.",
         "x is steps, tokens so far, or seconds since the run's first line, start-up included.",
         "Settings are the effective ones: `auto: bf16` is auto, resolved to bf16.",
     )
@@ -83,7 +75,6 @@ class CompareScreen(PollingScreen):
         *pane_keys(TABS),
         Binding("m", "metric", "metric", tooltip="the next metric"),
         Binding("g", "grid", "grid", tooltip="one metric large, or all that fit"),
-        Binding("b", "group", "group by", tooltip="group runs by the next setting that differs"),
         Binding("x", "axis", "x axis", tooltip="x by step, tokens or wall time"),
         Binding("l", "log_y", "log y", tooltip="logarithmic y axis on or off"),
         Binding("left", "move(-1)", "cursor", tooltip="a cursor that shows each run's value"),
@@ -128,9 +119,6 @@ class CompareScreen(PollingScreen):
         self._metric: Metric | None = None
         """Chosen metric; None for the first that the runs have."""
         self._axis, self._log_y = 0, False
-        self._differences: Sequence[Difference] = ()
-        self._group_by = ""
-        """The setting whose values group the runs; empty for none."""
         self._wants_grid: bool | None = None
         """Whether the grid was chosen; None to decide by the size of the screen."""
         self._cursor: float | None = None
@@ -161,8 +149,7 @@ class CompareScreen(PollingScreen):
         slots = [run.slot for run in runs]
         names = [run.snapshot.run.name for run in runs]
         rows, letters = results_table(runs), [series_style(slot).letter for slot in slots]
-        self._differences = differences(runs)
-        settings = [(found.key, found.values) for found in self._differences]
+        settings = [(found.key, found.values) for found in differences(runs)]
         note = settings_note(runs, letters)
 
         def settings_at(width: int) -> list[Content | str]:
@@ -184,25 +171,17 @@ class CompareScreen(PollingScreen):
         if comparison is None:
             return
         axis, plot = AXES[self._axis], self.query_one("#plot", ChartGrid)
-        groups = self._groups(comparison)
-        legend = self._legend(comparison, groups, plot.size.width)
+        legend = self._legend(comparison, plot.size.width)
         metrics, columns = self._shown_metrics(comparison, plot, legend)
         is_grid = len(metrics) > 1
-        plot.columns, plot.legend = columns, legend if is_grid or groups else ()
+        plot.columns, plot.legend = columns, legend if is_grid else ()
         count_words = f"{len(metrics)} of {len(comparison.metrics())} metrics"
         title = f"1 {count_words if is_grid else metrics[0].name} by {axis}"
-        title += f", grouped by {self._group_by}" if groups else ""
         plot.border_title = f"{title}{', log y' if self._log_y else ''}"
         plot.charts = tuple(
-            self._chart(comparison, groups, metric, plot.dots, is_grid) for metric in metrics
+            self._chart(comparison, metric, plot.dots, is_grid) for metric in metrics
         )
         self.query_one("#head", Static).update(self._heading(comparison))
-
-    def _groups(self, comparison: Comparison) -> tuple[Group, ...]:
-        """Return the groups that are drawn instead of the runs; empty without a grouping."""
-        if self._group_by not in groupings(self._differences):
-            return ()
-        return groups_by(comparison.runs, self._differences, self._group_by)
 
     def _chosen(self, comparison: Comparison) -> Metric:
         """Return the metric that is large, or marked in the grid."""
@@ -224,78 +203,40 @@ class CompareScreen(PollingScreen):
         shown = metrics[min(first, max(0, len(metrics) - fit)) :][:fit]
         return shown, columns if len(shown) > 1 else 1
 
-    def _legend(self, comparison: Comparison, groups: Sequence[Group], width: int) -> Legend:
-        """Return the letter, form and name of each run or group, for all charts."""
+    def _legend(self, comparison: Comparison, width: int) -> Legend:
+        """Return the letter, form and name of each run, for all charts."""
         glyphs = ASCII if self.context.ascii_only else UNICODE
-        runs, metric = comparison.runs, self._chosen(comparison)
-        first: Legend = ()
-        if groups:
-            names = [
-                f"{shortened(group.value or '(empty)', max(3 * NAME, width // 3))} "
-                f"({len(group.runs)} run{'s' if len(group.runs) > 1 else ''})"
-                for group in groups
-            ]
-            if self._cursor is not None:
-                means = [self._mean_at_cursor(group, metric) for group in groups]
-                names = [
-                    f"{name} {'no value' if mean is None else metric.text(mean)}"
-                    for name, mean in zip(names, means, strict=True)
-                ]
-            grouping_words = f"{self._group_by}: {band_words(len(group.runs) for group in groups)}"
-            first = ((Span(grouping_words, "legend"), Span("", "legend")),)
-        else:
-            room = width // len(runs) - NAME
-            names = distinct_names([x.snapshot.run.name for x in runs], max(NAME, room))
-        slots = [group.slot for group in groups or runs]
-        return (
-            *first,
-            *(
-                (
-                    Span(f"{series_style(slot).letter} {glyphs.traces[slot]}", f"trace{slot}"),
-                    Span(f" {name}", "legend"),
-                )
-                for slot, name in zip(slots, names, strict=True)
-            ),
+        runs = comparison.runs
+        room = width // len(runs) - NAME
+        names = distinct_names([x.snapshot.run.name for x in runs], max(NAME, room))
+        return tuple(
+            (
+                Span(
+                    f"{series_style(run.slot).letter} {glyphs.traces[run.slot]}", f"trace{run.slot}"
+                ),
+                Span(f" {name}", "legend"),
+            )
+            for run, name in zip(runs, names, strict=True)
         )
 
-    def _chart(
-        self,
-        comparison: Comparison,
-        groups: Sequence[Group],
-        metric: Metric,
-        dots: int,
-        is_cell: bool,
-    ) -> Chart:
-        """Return a metric of every run or group over the axis; with a cursor, the legend shows the values there."""
+    def _chart(self, comparison: Comparison, metric: Metric, dots: int, is_cell: bool) -> Chart:
+        """Return a metric of every run over the axis; with a cursor, the legend shows the values there."""
         axis = AXES[self._axis]
         low, high = comparison.extent(metric, axis) or (0.0, 1.0)
-
-        def line(run: Compared) -> Line:
-            return Line(
-                slot=run.slot,
-                letter=series_style(run.slot).letter,
-                trace=run.trace(metric, axis, low, high, dots),
-                value=self._value(run, metric),
-            )
-
-        def mean(group: Group) -> Line:
-            if len(group.runs) == 1:
-                return line(group.runs[0])
-            samples = [run.samples(metric, axis) for run in group.runs]
-            spread = spread_of(samples, low, high, dots)
-            return Line(
-                slot=group.slot,
-                letter=series_style(group.slot).letter,
-                trace=spread.mean_trace(group.value),
-                spread=spread.band_trace(group.value),
-            )
-
         mark = "*" if is_cell and metric == self._chosen(comparison) else ""
         return Chart(
-            title=f"{metric.name}{mark}" if is_cell or groups else "",
+            title=f"{metric.name}{mark}" if is_cell else "",
             low=low,
             high=high,
-            lines=tuple(map(mean, groups) if groups else map(line, comparison.runs)),
+            lines=tuple(
+                Line(
+                    slot=run.slot,
+                    letter=series_style(run.slot).letter,
+                    trace=run.trace(metric, axis, low, high, dots),
+                    value=self._value(run, metric),
+                )
+                for run in comparison.runs
+            ),
             cursor=self._cursor,
             log_y=self._log_y,
             x_name=axis,
@@ -309,12 +250,6 @@ class CompareScreen(PollingScreen):
         if self._cursor is None:
             return run.trace(metric, axis, 0.0, 0.0, 1).last
         return run.value_at(metric, axis, self._cursor)
-
-    def _mean_at_cursor(self, group: Group, metric: Metric) -> float | None:
-        """Return the mean of the runs that have a value at the cursor."""
-        values = [self._value(run, metric) for run in group.runs]
-        known = [y for y in values if y is not None and math.isfinite(y)]
-        return sum(known) / len(known) if known else None
 
     def _heading(self, comparison: Comparison) -> Content:
         metric, axis = self._chosen(comparison), AXES[self._axis]
@@ -390,17 +325,6 @@ class CompareScreen(PollingScreen):
         self._wants_grid = len(self.query_one("#plot", ChartGrid).charts) == 1
         # A grid that was asked for has a small screen to itself.
         self.lay_out()
-        self._draw_plot()
-
-    def action_group(self) -> None:
-        """Group the runs by another of the settings that differ, or, after the last one, not at all."""
-        if self._comparison is None:
-            return
-        keys = ("", *groupings(self._differences))
-        if len(keys) == 1:
-            self.notify("no setting groups these runs: each value has one run", markup=False)
-        at = keys.index(self._group_by) if self._group_by in keys else 0
-        self._group_by = keys[(at + 1) % len(keys)]
         self._draw_plot()
 
     def action_axis(self) -> None:

@@ -139,34 +139,3 @@ def test_runs_are_compared_in_a_figure_and_a_frame(tmp_path: Path) -> None:
     assert dict(compare.frame()["run"].value_counts()) == {"a": 60, "b": 30}
     with pytest.raises(UsageError, match="a list"):
         Compare(runs[0])  # type: ignore[arg-type]
-
-
-def test_runs_are_grouped_by_a_setting_in_a_figure(tmp_path: Path) -> None:
-    runs = [
-        completed(tmp_path / "a", nan=(7,)),
-        completed(tmp_path / "b"),
-        killed(tmp_path / "c"),
-    ]
-    for run, lr in zip(runs, (0.1, 0.2, 0.1), strict=True):
-        run.effective.write_text(json.dumps({"spec": {"train": {"lr": lr}}}))
-    compare = Compare([run.path for run in runs], by="train.lr")
-    figure = compare.figure().to_plotly_json()
-    assert [trace["name"] for trace in figure["data"] if trace["showlegend"]] == [
-        "0.1 (2 runs)",
-        "0.2 (1 run)",
-    ]
-    low, high, mean, alone = figure["data"][:4]
-    others = [n for n in range(60) if n != 6]
-    for trace in (low, high, mean):
-        assert [trace["y"][n] for n in others] == pytest.approx([alone["y"][n] for n in others])
-    assert mean["y"][6] is None, "a NaN of one run"
-    assert low["y"][6] == high["y"][6] == alone["y"][6], "the value of the other run"
-    assert high["fill"] == "tonexty"
-    said = "mean, band from lowest to highest"
-    assert figure["layout"]["legend"]["title"]["text"] == f"train.lr: {said}"
-    still = drawn(compare._repr_mimebundle_()["text/html"])
-    assert f"loss, nats by train.lr: {said}" in still
-    assert "0.1 (2 runs)" in still
-    assert still.count("×") == 1
-    with pytest.raises(UsageError, match=r"found 'loss.alpha': train.lr"):
-        Compare([run.path for run in runs], by="loss.alpha")

@@ -12,7 +12,7 @@ from textual.pilot import Pilot
 
 from engine.log.downsample import Bucket
 from engine.log.folder import RunFolder
-from engine.report.compared import METRICS, Metric, results_table, settings_note
+from engine.report.compared import METRICS, results_table, settings_note
 from tests.support.run_folders import completed, corrupt, evaluated, killed, resumed, running, torn
 from tests.support.running import engine_here
 from tests.support.screens import on_screen, poll, press, resize, shows, text_of, words_of
@@ -21,8 +21,6 @@ from workbench.compared import (
     Compared,
     CompareFeed,
     differences,
-    groupings,
-    groups_by,
 )
 from workbench.paths import path_text, with_short_paths
 from workbench.plot.canvas import plain
@@ -41,7 +39,10 @@ SIZES = [
 
 
 def compared(*runs: RunFolder) -> tuple[Compared, ...]:
-    return CompareFeed(dict(enumerate(runs))).read_all().runs
+    feed = CompareFeed(dict(enumerate(runs)))
+    while (comparison := feed.poll()).behind:
+        pass
+    return comparison.runs
 
 
 def with_settings(run: RunFolder, **settings: object) -> RunFolder:
@@ -127,8 +128,6 @@ def test_a_metric_that_another_tool_logged_every_ten_steps_is_joined_but_not_ove
     ]
     assert far == [(90.0, 130.0)]
     assert len(trace.buckets) == 17
-    samples = run.samples(METRIC["loss"], "step")
-    assert (samples.gap, len(samples.xs)) == (trace.gap, 17)
 
 
 def test_only_settings_that_differ_are_in_the_table(tmp_path: Path) -> None:
@@ -160,38 +159,6 @@ def test_a_path_is_shown_from_where_the_user_stands() -> None:
     saved = "saved in /home/user/project/runs/a/student, at 4.1k tok/s (/mnt/data; https://a.b/c)"
     expected = "saved in runs/a/student, at 4.1k tok/s (/mnt/data; https://a.b/c)"
     assert with_short_paths(saved, here) == expected
-
-
-def test_runs_are_grouped_by_a_setting_that_several_of_them_share(tmp_path: Path) -> None:
-    rates = {"a": 0.1, "b": 0.2, "c": 0.1}
-    runs = compared(
-        *(
-            with_settings(completed(tmp_path / name), train__lr=lr, train__seed=at, loss__alpha=1)
-            for at, (name, lr) in enumerate(rates.items())
-        ),
-        with_settings(killed(tmp_path / "d")),
-    )
-    found = differences(runs)
-    assert groupings(found) == ("train.lr",), "every run has another seed, and the same alpha"
-    groups = groups_by(runs, found, "train.lr")
-    assert [(x.value, x.slot, len(x.runs)) for x in groups] == [
-        ("0.1", 0, 2),
-        ("0.2", 1, 1),
-        ("not on record", 3, 1),
-    ]
-
-
-@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
-@pytest.mark.parametrize("axis", AXES)
-def test_samples_are_the_rows_that_traces_draw(tmp_path: Path, metric: Metric, axis: str) -> None:
-    (run,) = compared(completed(tmp_path / "run", nan={7}))
-    low, high = run.extent(metric, axis) or (0.0, 0.0)
-    buckets = run.trace(metric, axis, low, high, 1000).buckets
-    drawn = [b for b in buckets if b.low is not None or b.non_finite]
-    samples = run.samples(metric, axis)
-    assert samples.xs.tolist() == [b.x_first for b in drawn]
-    ends = [b.low if not b.non_finite else None for b in drawn]
-    assert [y if math.isfinite(y) else None for y in samples.ys.tolist()] == ends
 
 
 def test_what_auto_became_is_in_the_table(tmp_path: Path) -> None:
@@ -378,39 +345,6 @@ def test_a_key_shows_one_metric_large_or_all_that_fit(tmp_path: Path) -> None:
         assert "step time by step" in words_of(pilot)
         await press(pilot, "1", "g")
         assert {"loss", "held-out", "tokens/s"} <= set(words_of(pilot).split())
-
-    on_screen([tmp_path], (120, 40), script)
-
-
-def test_a_key_groups_the_runs_and_the_legend_counts_them(tmp_path: Path) -> None:
-    for name, lr in (("a", 0.1), ("b", 0.2), ("c", 0.1)):
-        with_settings(completed(tmp_path / name), train__lr=lr, loss__alpha=0.3)
-
-    async def script(pilot: Pilot[None]) -> None:
-        await compare_all(pilot, 3)
-        await press(pilot, "b")
-        text = words_of(pilot)
-        assert "grouped by train.lr" in text
-        assert "train.lr: mean, band from lowest to highest" in text
-        assert "0.1 (2 runs)" in text
-        assert "0.2 (1 run)" in text
-        await press(pilot, "g", "left")
-        assert "loss by step, grouped by train.lr" in words_of(pilot)
-        assert "0.1 (2 runs) 2.1991" in words_of(pilot), "the mean at the cursor"
-        await press(pilot, "b")
-        assert "grouped" not in words_of(pilot)
-
-    on_screen([tmp_path], (120, 40), script)
-
-
-def test_runs_that_share_no_value_are_not_grouped(tmp_path: Path) -> None:
-    for name, lr in (("a", 0.1), ("b", 0.2)):
-        with_settings(completed(tmp_path / name), train__lr=lr)
-
-    async def script(pilot: Pilot[None]) -> None:
-        await compare_all(pilot, 2)
-        await press(pilot, "b")
-        assert "no setting groups these runs" in words_of(pilot)
 
     on_screen([tmp_path], (120, 40), script)
 

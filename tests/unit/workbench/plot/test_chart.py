@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from engine.log.axis import Axis
 from engine.log.downsample import bucket_at, buckets, equal_widths
 from tests.support.charts import chart_of
-from workbench.groups import Samples, spread_of
 from workbench.plot.canvas import ASCII, UNICODE, plain
 from workbench.plot.chart import Band, LaneRow, Level, Point, render_chart
 from workbench.traces import Trace, points_of
@@ -275,13 +273,3 @@ def test_as_many_values_are_not_finite_at_every_width(columns: int) -> None:
     text = "\n".join(rows_of([trace], width=max(40, columns)))
     assert " and 149 more" in text
     assert sum(bucket.non_finite for bucket in found) == 150
-
-
-@pytest.mark.parametrize("columns", [2, 11, 64, 500])
-def test_a_group_counts_the_values_of_all_its_runs_that_are_not_finite(columns: int) -> None:
-    xs = np.arange(200.0)
-    runs = [
-        Samples(xs=xs, ys=np.where((xs >= 50) & (xs < 50 + count), math.inf, xs), gap=2.0)
-        for count in (3, 0, 20)
-    ]
-    assert spread_of(runs, 0.0, 199.0, columns).non_finite.sum() == 23
