@@ -13,9 +13,9 @@ longer shown as the state of the run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -65,7 +65,7 @@ from engine.log.events import (
     Wrote,
 )
 from engine.log.read import LINES_KEPT
-from engine.log.table import ABSENT, GPU_FIELDS, Batch, Table
+from engine.log.table import ABSENT, GPU_FIELDS, Table, columns_of, split
 from engine.log.view import (
     MEMORY_KEPT,
     STEPS_KEPT,
@@ -116,31 +116,38 @@ Sample = TypeVar("Sample", HostSample, GpuSample)
 _READINGS = frozenset({HostSample, GpuSample})
 
 
-def fold(view: RunView, source: Source, batches: Sequence[Batch]) -> RunView:
-    """Return `view` after `batches` of one log, in the order they were read.
+def fold(view: RunView, source: Source, events: Sequence[AnyEvent]) -> RunView:
+    """Return `view` after `events` of one log, in the order they were read.
 
-    The result depends neither on how the lines are split into batches nor on the order in which the logs are
+    The result depends neither on how the events are split over calls nor on the order in which the logs are
     read.
     """
-    if not batches:
+    if not events:
         return view
     if host_of(source):
-        return _fold_host(view, source, batches)
+        return _fold_host(view, source, events)
     changes = _Changes(view, source)
-    for batch in batches:
-        if rank_of(source):
-            changes.take_rank(batch)
-        else:
-            changes.take(batch)
+    if rank_of(source):
+        changes.take_rank(events)
+    else:
+        for part in _parts(events):
+            changes.take(part)
     return changes.finish()
 
 
-def _fold_host(view: RunView, source: Source, batches: Sequence[Batch]) -> RunView:
+def _parts(events: Sequence[AnyEvent]) -> Iterator[Sequence[AnyEvent]]:
+    """Yield events in order; one that opens a session, or rewinds the steps, begins a new part."""
+    begins = (row for row, event in enumerate(events) if type(event) in (LogOpened, RunStarted))
+    for begin, end in pairwise(sorted({0, *begins, len(events)})):
+        yield events[begin:end]
+
+
+def _fold_host(view: RunView, source: Source, events: Sequence[AnyEvent]) -> RunView:
     """Fold a log of a host other than the first into that host's own view; its lines are lines of the run too."""
     kind, host = source.split(" ", 1)
     own = _Changes(view.further_hosts.get(host, RunView()), kind)
-    for batch in batches:
-        own.take(batch)
+    for part in _parts(events):
+        own.take(part)
     changes = _Changes(view, source)
     changes.lines = [msgspec.structs.replace(line, source=source) for line in own.lines]
     changes.asides = [msgspec.structs.replace(line, source=source) for line in own.asides]
@@ -149,7 +156,7 @@ def _fold_host(view: RunView, source: Source, batches: Sequence[Batch]) -> RunVi
 
 
 class _Changes:
-    """Collects the changes of some batches, so that a long log is folded in one pass and the view is not copied
+    """Collects the changes of some events, so that a long log is folded in one pass and the view is not copied
     once per line."""
 
     def __init__(self, view: RunView, source: Source) -> None:
@@ -166,13 +173,13 @@ class _Changes:
         return self.changes[name] if name in self.changes else getattr(self.view, name)
 
     def list_of(self, name: str) -> list[Any]:
-        """Return a tuple of the view as a list that this batch may append to."""
+        """Return a tuple of the view as a list that may be appended to."""
         if name not in self.lists:
             self.lists[name] = list(getattr(self.view, name))
         return self.lists[name]
 
     def dict_of(self, name: str) -> dict[str, Any]:
-        """Return a dict of the view as one that this batch may change: a copy for each event would cost the
+        """Return a dict of the view as one that may be changed: a copy for each event would cost the
         square of their number."""
         if name not in self.changes:
             self.changes[name] = dict(getattr(self.view, name))
@@ -182,11 +189,13 @@ class _Changes:
     def unix_s(self, event: AnyEvent) -> float:
         return self.clock.unix_s + event.t_s if self.clock else event.t_s
 
-    def take(self, batch: Batch) -> None:
-        groups, others, tables = batch.rows, batch.others, batch.tables
+    def take(self, events: Sequence[AnyEvent]) -> None:
+        """Take consecutive events of one session; its opening comes first if it is among them."""
+        groups, others = split(events)
+        tables = {name: columns_of(name, rows) for name, rows in groups.items()}
         if others and isinstance(others[0], LogOpened):
             self.open_session(others[0])
-        self.show(batch.shown)
+        self.show(events)
         progress_s = [float(columns["t_s"].max()) for columns in tables.values()]
         starts = [float(columns["t_s"].min()) for columns in tables.values()]
         times = [event.t_s for event in others]
@@ -220,11 +229,11 @@ class _Changes:
                 self.changes["gpus"] = {**self.get("gpus"), index: self.newest(rows, f"{name}.")}
         self.drop_outdated()
 
-    def take_rank(self, batch: Batch) -> None:
+    def take_rank(self, events: Sequence[AnyEvent]) -> None:
         """Keep the failures that a rank other than the first has logged; the first rank logs everything else too."""
         rank = rank_of(self.source)
         ranks = dict(self.get("ranks"))
-        for event in batch.others:
+        for event in events:
             if isinstance(event, LogOpened):
                 clock = Clock(
                     unix_s=event.unix_s, pid=event.pid, boot_id=event.boot_id, host=event.host

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from engine.log.beats import read_beats
-from engine.log.columns import BatchReader
+from engine.log.events import AnyEvent
 from engine.log.fold import OF_RANKS, fold
 from engine.log.folder import RunFolder
 from engine.log.read import READ_BYTES, BrokenLog, Liveness, LogReader, RankReader
-from engine.log.table import batches_of
 from engine.log.view import SOURCES, LogLine, RunView, Source, rank_of
 
 
@@ -23,8 +23,8 @@ class Follower:
     def __init__(self, run: RunFolder) -> None:
         self.run = run
         logs = run.logs()
-        self._readers: dict[Source, BatchReader] = {
-            source: BatchReader(LogReader(logs[source])) for source in SOURCES
+        self._readers: dict[Source, LogReader] = {
+            source: LogReader(logs[source]) for source in SOURCES
         }
         self._further: dict[Source, RankReader] = {}
         """Readers of the logs of the other ranks and hosts, added as they appear."""
@@ -49,13 +49,13 @@ class Follower:
 
     def reader(self, source: Source) -> LogReader:
         """Return the reader of one of the logs."""
-        return self._readers[source].lines
+        return self._readers[source]
 
     @property
     def share_read(self) -> float:
         """Share of the bytes on disk that have been read, 0 to 1."""
-        sizes = {reader.lines: _size(reader.lines.path) for reader in self._readers.values()}
-        done = sum(min(lines.read_bytes, size) for lines, size in sizes.items())
+        sizes = {reader: _size(reader.path) for reader in self._readers.values()}
+        done = sum(min(reader.read_bytes, size) for reader, size in sizes.items())
         return done / sum(sizes.values()) if sum(sizes.values()) else 1.0
 
     @property
@@ -74,10 +74,10 @@ class Follower:
         fault: BrokenLog | None = None
         for source in SOURCES:
             try:
-                batches = self._readers[source].poll(max_bytes)
+                events: Sequence[AnyEvent] = self._readers[source].poll(max_bytes)
             except BrokenLog as broken:
-                batches, fault = batches_of(broken.before), fault or broken
-            self.view = fold(self.view, source, batches)
+                events, fault = broken.before, fault or broken
+            self.view = fold(self.view, source, events)
         self._poll_further(max_bytes)
         if fault is not None:
             raise fault
@@ -97,12 +97,12 @@ class Follower:
             if rank_of(source):
                 has_ranks = True
                 events = [event for event in events if type(event) in OF_RANKS]
-            self.view = fold(self.view, source, batches_of(events))
+            self.view = fold(self.view, source, events)
         if has_ranks and (beats := tuple(read_beats(self.run))) != self.view.beats:
             self.view = replace(self.view, beats=beats)
 
     def _bytes_read(self) -> int:
-        readers = [*(reader.lines for reader in self._readers.values()), *self._further.values()]
+        readers = [*self._readers.values(), *self._further.values()]
         return sum(reader.read_bytes for reader in readers)
 
     def read_all(self, until_s: float = math.inf) -> RunView:

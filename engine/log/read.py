@@ -171,15 +171,15 @@ class LogReader:
     def poll(self, max_bytes: int = READ_BYTES) -> list[AnyEvent]:
         """Return the events since the last call, at most about `max_bytes` of them (at least one line); empty
         when there is nothing new. Raises BrokenLog."""
-        return self.decode(self.read_lines(max_bytes))
+        return self._decode(self._read_lines(max_bytes))
 
     @property
     def read_bytes(self) -> int:
         """Number of bytes of the file that have been returned."""
         return self._offset
 
-    def read_lines(self, max_bytes: int) -> bytes:
-        """Read whole lines from the offset on; `decode` advances past them."""
+    def _read_lines(self, max_bytes: int) -> bytes:
+        """Read whole lines from the offset on; `_decode` advances past them."""
         try:
             with open_plain(self.path) as file:
                 status = os.fstat(file.fileno())
@@ -228,13 +228,12 @@ class LogReader:
         """Number of lines that have been returned."""
         return self._next_seq
 
-    def decode(self, lines: bytes, decoder: msgspec.json.Decoder[Any] = _known) -> list[AnyEvent]:
-        """Decode the whole lines that follow, and advance past them. `decoder` decodes those whose form is plain.
-        Raises BrokenLog."""
+    def _decode(self, lines: bytes) -> list[AnyEvent]:
+        """Decode the whole lines that follow, and advance past them. Raises BrokenLog."""
         events: list[AnyEvent] = []
         # In parts: one line with an unusual form must not slow down a long block.
         for part in _parts(lines):
-            decoded = self._decode_at_once(part, decoder)
+            decoded = self._decode_at_once(part)
             if decoded is None:
                 try:
                     decoded = self._decode_each(part)
@@ -244,12 +243,10 @@ class LogReader:
             events += decoded
         return events
 
-    def _decode_at_once(
-        self, lines: bytes, decoder: msgspec.json.Decoder[Any]
-    ) -> list[AnyEvent] | None:
+    def _decode_at_once(self, lines: bytes) -> list[AnyEvent] | None:
         """Decode many lines; None when they have to be decoded one by one."""
         try:
-            events: list[Any] = decoder.decode_lines(lines)
+            events: list[Any] = _known.decode_lines(lines)
             # `>=`: the record adds one level around the facts.
             facts = (event.facts for event in events if type(event) is FactsRead)
             if any(depth_of(fact) >= JSON_DEPTH.most for fact in facts):

@@ -18,8 +18,6 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from engine.log.events import AnyEvent, LogOpened, RunStarted
-
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -308,33 +306,6 @@ def is_absent(column: Numbers) -> NDArray[np.bool_]:
 
 
 # Events as columns.
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Consecutive lines of one session of a log, as `fold` takes them. If the opening of the session is among them it
-    comes first."""
-
-    tables: dict[str, dict[str, Numbers]]
-    """The columns of all steps and readings, `t_s` included, by table: `step`, `host`, `gpu0`."""
-    rows: dict[str, list[Any]]
-    """The steps and readings themselves; steps only among the newest lines of a log."""
-    others: Sequence[AnyEvent]
-    """Events that are not rows of a table."""
-    shown: Sequence[AnyEvent]
-    """Events that a log pane may show, in order; rows are included among the newest lines of the log."""
-
-
-def batches_of(events: Sequence[AnyEvent]) -> list[Batch]:
-    """Group events of a log. One that opens a session, or rewinds the steps, begins a new batch."""
-    begins = (row for row, event in enumerate(events) if type(event) in (LogOpened, RunStarted))
-    batches = []
-    for begin, end in pairwise(sorted({0, *begins, len(events)})):
-        part = events[begin:end]
-        rows, others = split(part)
-        tables = {name: columns_of(name, of_table) for name, of_table in rows.items()}
-        batches.append(Batch(tables, rows, others, part))
-    return batches
 
 
 def split(events: Sequence[Any]) -> tuple[dict[str, list[Any]], list[Any]]:

@@ -96,8 +96,6 @@ def work_left_out(
     broken = next((step.step for step in run_b.done if _is_broken(step)), None)
     if broken is not None and not any(map(_is_broken, run_a.done[:-1])):
         return f"its loss is not finite from step {broken} on, and A's was until it failed"
-    # A line of `train.py` is no setting of our trainer.
-    scales_updates = scales_updates and ":" not in key
     if text := next(_learnt_less(run_a, run_b, kind, observed, scales_updates=scales_updates), ""):
         return text
     if not run_a.worked or not run_b.worked:

@@ -35,7 +35,6 @@ from engine.log.fold import OF_RANKS, failure_of_rank, fold
 from engine.log.folder import RunFolder
 from engine.log.in_order import InOrder, Line
 from engine.log.read import BrokenLog
-from engine.log.table import batches_of
 from engine.log.view import ErrorNote, Failed, RunView, host_of, rank_of, without_repeats
 from engine.spec import RunSpec
 from engine.watch.active_alerts import ActiveAlerts
@@ -185,7 +184,7 @@ class _Replay:
 
     def fold_waiting(self) -> None:
         for source, lines in groupby(self.waiting, attrgetter("source")):
-            self.view = fold(self.view, source, batches_of([line.event for line in lines]))
+            self.view = fold(self.view, source, [line.event for line in lines])
         self.waiting, self.steps = [], 0
 
     def end(self, fault: BrokenLog | None) -> Diagnosis:

@@ -37,7 +37,6 @@ from engine.log.events import (
     TrainerStarted,
 )
 from engine.log.fold import fold
-from engine.log.table import batches_of
 from engine.log.view import SOURCES, RunView, Source, Table
 from engine.log.write import encode
 from tests.support.judged import number_event
@@ -168,7 +167,7 @@ def write_log(path: Path, events: Iterable[Event], every_s: float = 1.0) -> list
 
 def fold_events(view: RunView, source: Source, events: Sequence[AnyEvent]) -> RunView:
     """Return `view` after events of one log, in one batch for each session."""
-    return fold(view, source, batches_of(events))
+    return fold(view, source, events)
 
 
 def picture(view: RunView) -> dict[str, str]:

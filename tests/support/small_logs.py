@@ -9,10 +9,8 @@ from typing import Any, cast
 import pytest
 from hypothesis import strategies as st
 
-import engine.log.columns as columns_module
 import engine.log.fold as fold_module
 import engine.log.read as read_module
-from engine.log.columns import BatchReader
 from engine.log.events import AnyEvent, Evaluated, Event, LogOpened, Note
 from engine.log.fold import fold
 from engine.log.read import LogReader, decode_line
@@ -26,8 +24,6 @@ class small_sizes:
     def __enter__(self) -> None:
         self.patch = pytest.MonkeyPatch()
         for module, name, value in (
-            (columns_module, "CHUNK_BYTES", 1500),
-            (columns_module, "NEWEST_BYTES", 4000),
             (fold_module, "LOG_LINES_KEPT", 3),
             (read_module, "PART_BYTES", 600),
         ):
@@ -82,8 +78,7 @@ def followed(
     most: int = 1 << 20,
 ) -> RunView:
     """Return `view` after what follows in a log, read as a Follower reads a long one."""
-    batches = BatchReader(reader)
-    while found := batches.poll(most):
+    while found := reader.poll(most):
         view = fold(view, source, found)
     return view
 

@@ -15,7 +15,6 @@ from engine.log.events import LogOpened, Phase, StepDone, Watched
 from engine.log.fold import fold
 from engine.log.folder import RunFolder
 from engine.log.read import Liveness, LogReader
-from engine.log.table import batches_of
 from engine.log.text import event_text, status_text
 from engine.log.view import RunView
 from tests.support import attached_scripts as scripts
@@ -76,7 +75,7 @@ def test_without_a_framework_a_step_says_the_batch_of_its_pass_and_no_total(
 
 def view_of(ran: Ran) -> RunView:
     events = LogReader(ran.folder / "run" / "events.jsonl").poll()
-    return fold(RunView(), "events", batches_of(events))
+    return fold(RunView(), "events", events)
 
 
 TRAININGS = 8

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-import engine.log.columns as columns
 from engine.cli.main import main
 from engine.log.events import Event, Note
 from engine.log.folder import RunFolder
@@ -110,7 +109,7 @@ def test_steps_out_of_range_are_refused_on_the_fast_path_too(run: RunFolder) -> 
     run.events.write_bytes(
         first + b"".join([*steps[:500], json.dumps(bad).encode() + b"\n", *steps[501:]])
     )
-    assert LogReader(run.events)._decode_at_once(run.events.read_bytes(), columns._decoder) is None
+    assert LogReader(run.events)._decode_at_once(run.events.read_bytes()) is None
     with pytest.raises(BrokenLog, match=r"<= 1e\+100") as broken:
         LogReader(run.events).poll()
     assert len(broken.value.before) == 501

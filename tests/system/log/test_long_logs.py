@@ -1,9 +1,8 @@
-"""Older lines of a long log give the view that the lines give one by one."""
+"""A long log gives the view that its lines give one by one."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import tempfile
 import time
@@ -12,26 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import engine.log.columns as columns_module
 import engine.log.read as read_module
 from engine.errors import RunLogError
-from engine.log.columns import BatchReader
-from engine.log.events import Event, Known, StepDone
-from engine.log.fold import fold
+from engine.log.events import Event, Known
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.log.read import BrokenLog, LogReader, decode_line
-from engine.log.table import ABSENT
 from engine.log.view import SOURCES, RunView, Source
 from engine.log.write import encode
 from tests.support.long_runs import write_long_run
 from tests.support.perf import ratio_within
-from tests.support.run_events import KINDS, example_of, fold_events, opened, picture, step
+from tests.support.run_events import KINDS, example_of, fold_events, picture
 from tests.support.small_logs import followed, long_log, long_logs, one_by_one, small_sizes
 
 OF_THE_NEWEST = ("lines", "recent_steps")
@@ -57,7 +51,7 @@ def lines_of(events: list[Event]) -> bytes:
 
 @settings(max_examples=25, deadline=None)
 @given(logs=long_logs(), most=st.sampled_from([300, 2000, 1 << 20]))
-def test_a_run_read_as_columns_is_the_same_view(logs: dict[Source, bytes], most: int) -> None:
+def test_a_run_read_in_blocks_is_the_same_view(logs: dict[Source, bytes], most: int) -> None:
     wanted, found = RunView(), RunView()
     with tempfile.TemporaryDirectory() as folder, small_sizes():
         for source in SOURCES:
@@ -74,46 +68,11 @@ def test_a_run_read_as_columns_is_the_same_view(logs: dict[Source, bytes], most:
     assert {n: (one[n], other[n]) for n in one if one[n] != other[n]} == {}
 
 
-def test_the_newest_lines_of_a_long_log_are_whole(tmp_path: Path, small: None) -> None:
-    events = long_log(tmp_path / "log")
-    reader = LogReader(tmp_path / "log")
-    batches, rows, read, view = BatchReader(reader), 0, 0, RunView()
-    while found := batches.poll(1 << 20):
-        rows += sum(len(one.tables["step"]["t_s"]) for one in found if one.tables)
-        read += sum(len(one.shown) for one in found)
-        view = fold(view, "events", found)
-    assert rows + 2 == len(events) == reader.lines_read
-    # What opens the session, and the last 4000 bytes.
-    assert 8 < read < 30
-    assert picture(view) == picture(fold_events(RunView(), "events", events))
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_numbers_that_are_not_finite_and_absent_ones_are_themselves(
-    tmp_path: Path, small: None, value: float
-) -> None:
-    path = tmp_path / "events.jsonl"
-    steps = [step(n, loss=value, grad_norm=value, kd=None) for n in range(1, 90)]
-    path.write_bytes(lines_of([opened(1.0), *steps]))
-    _, batch, *_ = BatchReader(LogReader(path)).poll(3001)
-    columns = batch.tables["step"]
-    for name in ("loss", "grad_norm"):
-        assert columns[name].tobytes() == np.full(len(columns[name]), value).tobytes()
-    assert columns["kd"].tobytes() == np.full(len(columns["kd"]), ABSENT).tobytes()
-
-
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_every_kind_is_decoded_among_others_as_it_is_decoded_alone(kind: type[Event]) -> None:
     lines = lines_of([example_of(kind) for _ in range(8)])
     slow = [decode_line(line, "") for line in lines.splitlines()]
-    assert LogReader(Path())._decode_at_once(lines, read_module._known) == slow
-    rows = LogReader(Path())._decode_at_once(lines, columns_module._decoder)
-    assert rows is not None
-    for one, other in zip(rows, slow, strict=True):
-        if type(other) is StepDone:
-            assert all(getattr(one, n) == getattr(other, n) for n in one.__struct_fields__)
-        else:
-            assert one == other
+    assert LogReader(Path())._decode_at_once(lines) == slow
 
 
 @pytest.mark.parametrize(
@@ -132,7 +91,7 @@ def test_a_step_that_breaks_its_form_is_named(tmp_path: Path, change: dict[str, 
     long_log(path, 40)
     lines = path.read_bytes().splitlines(keepends=True)
     lines[7] = json.dumps(json.loads(lines[7]) | change).encode() + b"\n"
-    assert LogReader(path)._decode_at_once(lines[7], columns_module._decoder) is None
+    assert LogReader(path)._decode_at_once(lines[7]) is None
     path.write_bytes(b"".join(lines))
     with pytest.raises(BrokenLog, match="breaks its form") as caught:
         LogReader(path).poll()
@@ -151,10 +110,9 @@ def test_one_line_of_another_version_does_not_make_a_long_stretch_slow(
     path.write_bytes(b"".join(lines))
     looked: list[bytes] = []
     real = read_module.decode_line
-    for module in (read_module, columns_module):
-        monkeypatch.setattr(
-            module, "decode_line", lambda line, where: looked.append(line) or real(line, where)
-        )
+    monkeypatch.setattr(
+        read_module, "decode_line", lambda line, where: looked.append(line) or real(line, where)
+    )
     most = 2 * read_module.PART_BYTES / min(map(len, lines[1:]))
     assert len(LogReader(path).poll()) == 4000
     assert 0 < len(looked) < most
@@ -204,15 +162,14 @@ def test_a_log_that_is_replaced_while_it_is_read_is_refused(tmp_path: Path, smal
     path = tmp_path / "log"
     long_log(path)
     reader = LogReader(path)
-    batches = BatchReader(reader)
-    batches.poll(2000)
-    assert batches.poll(2000)
+    reader.poll(2000)
+    assert reader.poll(2000)
     other = tmp_path / "other"
     other.write_bytes(path.read_bytes())
     other.replace(path)
     for _ in range(2):
         with pytest.raises(BrokenLog, match="cut or replaced"):
-            batches.poll(2000)
+            reader.poll(2000)
 
 
 def test_a_log_that_grows_while_it_is_read_is_read_to_its_end(tmp_path: Path, small: None) -> None:
