@@ -422,8 +422,8 @@ def alert_over(id: str, *, active_s: float, step: int) -> Judged:
     return Judged(by=ALERT, id=id, level=PASS, text="over", numbers=numbers, step=step)
 
 
-class StepDone(Event, frozen=True, kw_only=True, tag="step"):
-    """One optimizer step. Losses are means over the step's labelled tokens, in nats.
+class StepRow(Event, frozen=True, kw_only=True, tag="step", gc=False):
+    """Numbers of one optimizer step, as its table keeps them. Losses are means over the labelled tokens, in nats.
 
     In a watched script (`Watched`) only what the probe could see is present, and `loss` is the sum of the tensors on
     which `backward` was called.
@@ -453,6 +453,11 @@ class StepDone(Event, frozen=True, kw_only=True, tag="step"):
     """Host seconds in the teacher's forward; on a GPU this is the time to launch it, not to run it."""
     position: Count | None = None
     """Rows consumed since the start of training: where the data loader would resume."""
+
+
+class StepDone(StepRow, frozen=True, kw_only=True, tag="step", gc=True):
+    """One optimizer step."""
+
     rows_digest: str | None = None
     """Running digest of the contents of the rows that the first rank trained on (`engine.log.rows`)."""
     lowest_kl: Number | None = None

@@ -57,6 +57,8 @@ from engine.log.events import (
     RunStarted,
     ScriptEnded,
     StackDump,
+    StepDone,
+    StepRow,
     StopRequested,
     StudentSaved,
     TrainerExited,
@@ -113,7 +115,7 @@ START_PHASES_KEPT = 500
 """Maximum number of phases kept of a start: tokenizing a large corpus logs its progress as phases."""
 
 Sample = TypeVar("Sample", HostSample, GpuSample)
-_READINGS = frozenset({HostSample, GpuSample})
+_NOT_SHOWN = frozenset({HostSample, GpuSample, StepRow})
 
 
 def fold(view: RunView, source: Source, events: Sequence[AnyEvent]) -> RunView:
@@ -220,7 +222,8 @@ class _Changes:
             self.extend(name, columns, opened_s)
         for name, rows in groups.items():
             if name == "step":
-                recent = (*self.get("recent_steps"), *rows)
+                whole = [row for row in rows if type(row) is StepDone]
+                recent = (*self.get("recent_steps"), *whole)
                 self.changes["recent_steps"] = recent[-STEPS_KEPT:]
             elif name == "host":
                 self.changes["host"] = self.newest(rows, "")
@@ -344,7 +347,7 @@ class _Changes:
         def line(event: AnyEvent) -> LogLine:
             return LogLine(unix_s=self.unix_s(event), source=self.source, event=event)
 
-        shown = (event for event in reversed(events) if type(event) not in _READINGS)
+        shown = (event for event in reversed(events) if type(event) not in _NOT_SHOWN)
         if self.source == "events":
             self.lines += reversed([line(event) for event in islice(shown, LOG_LINES_KEPT)])
             return

@@ -24,7 +24,7 @@ class Follower:
         self.run = run
         logs = run.logs()
         self._readers: dict[Source, LogReader] = {
-            source: LogReader(logs[source]) for source in SOURCES
+            source: LogReader(logs[source], older_as_rows=True) for source in SOURCES
         }
         self._further: dict[Source, RankReader] = {}
         """Readers of the logs of the other ranks and hosts, added as they appear."""

@@ -25,6 +25,7 @@ class small_sizes:
         self.patch = pytest.MonkeyPatch()
         for module, name, value in (
             (fold_module, "LOG_LINES_KEPT", 3),
+            (read_module, "NEWEST_BYTES", 4000),
             (read_module, "PART_BYTES", 600),
         ):
             self.patch.setattr(module, name, value)
@@ -78,6 +79,7 @@ def followed(
     most: int = 1 << 20,
 ) -> RunView:
     """Return `view` after what follows in a log, read as a Follower reads a long one."""
+    reader._older_as_rows = True
     while found := reader.poll(most):
         view = fold(view, source, found)
     return view

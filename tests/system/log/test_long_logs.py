@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import engine.log.read as read_module
 from engine.errors import RunLogError
-from engine.log.events import Event, Known
+from engine.log.events import Event, Known, StepDone
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.log.read import BrokenLog, LogReader, decode_line
@@ -73,6 +73,13 @@ def test_every_kind_is_decoded_among_others_as_it_is_decoded_alone(kind: type[Ev
     lines = lines_of([example_of(kind) for _ in range(8)])
     slow = [decode_line(line, "") for line in lines.splitlines()]
     assert LogReader(Path())._decode_at_once(lines) == slow
+    rows = LogReader(Path())._decode_at_once(lines, read_module._numbers)
+    assert rows is not None
+    for one, other in zip(rows, slow, strict=True):
+        if type(other) is StepDone:
+            assert all(getattr(one, n) == getattr(other, n) for n in one.__struct_fields__)
+        else:
+            assert one == other
 
 
 @pytest.mark.parametrize(
