@@ -25,7 +25,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,14 +65,11 @@ class Split:
     def document_count(self) -> int:
         return len(self.numbers)
 
-    @cached_property
-    def documents(self) -> tuple[Document, ...]:
-        """The documents with their texts, all in memory; only for a corpus bounded by `max_bytes`."""
-        place = {number: place for place, number in enumerate(self.numbers.tolist())}
-        ordered = sorted(
-            (place[number], document) for number, document in self.index.read(self.numbers)
-        )
-        return tuple(document for _, document in ordered)
+    @property
+    def contents(self) -> NDArray[np.uint64]:
+        """Hash of each document's content, by which copies are found: of a text, or of a conversation without ids."""
+        index, numbers = self.index, self.numbers
+        return np.where(index.are_chats[numbers], index.positions[numbers], index.digests[numbers])
 
     def like(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return, for each document in `numbers`, the first document of the split with the same text."""

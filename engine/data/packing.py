@@ -23,8 +23,6 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.data.tokens import TokenStream, make_stream, starts_of
-
 STREAM, DOCUMENTS, OFF = PACKINGS = ("stream", "documents", "off")
 WINDOW = 4096
 """Documents that are packed together. It is bounded so that the data roughly keep their order."""
@@ -48,36 +46,6 @@ def places(lengths: NDArray[np.int64], seq_len: int, packing: str) -> Iterator[t
                 yield int(window[index]), sizes[index]
             if free := -sum(sizes[index] for index in row) % seq_len:
                 yield FILLS, free
-
-
-def pack(stream: TokenStream, seq_len: int, packing: str, padding_id: int) -> TokenStream:
-    """Return the stream packed into rows of `seq_len` tokens.
-
-    The documents of a packed stream are renumbered in its order, padding included.
-    """
-    if packing == STREAM:
-        return stream
-    placed = np.array(list(places(stream.lengths, seq_len, packing)), dtype=np.int64)
-    numbers, lengths = placed.reshape(-1, 2).T
-    starts = starts_of(lengths)
-    tokens = np.full(starts[-1], padding_id, dtype=stream.tokens.dtype)
-    labelled = np.zeros(starts[-1], dtype=np.bool_)
-    for number, begin, length in zip(numbers, starts, lengths, strict=False):
-        if number == FILLS:
-            continue
-        target = slice(begin, begin + length)
-        source = slice(stream.starts[number], stream.starts[number + 1])
-        tokens[target] = stream.tokens[source]
-        labelled[target] = True if stream.labelled is None else stream.labelled[source]
-    return make_stream(
-        tokens,
-        starts,
-        labelled=labelled,
-        padding=numbers == FILLS,
-        left_out=stream.left_out,
-        partly_labelled=stream.partly_labelled,
-        remarks=stream.remarks,
-    )
 
 
 def _bins(lengths: list[int], seq_len: int) -> list[list[int]]:

@@ -56,8 +56,7 @@ from engine.files import open_regular, read_json_object, user_cache
 from engine.signals import partial_output, scratch_folder
 from engine.version import VERSION
 
-FORMAT = 5
-COPY = "the same tokens as a held-out document"
+FORMAT = 6
 NAMED = 8
 """Number of documents dropped as copies whose names are kept."""
 MOST_BYTES = 64 << 30
@@ -139,7 +138,7 @@ class Tokens:
     """Names of the first documents that were dropped because their text is held out."""
     dropped_count: int
     repeated: int
-    """Number of training documents with the same tokens as an earlier one."""
+    """Number of training documents with the same content as an earlier one."""
     note: str
     """Origin of the tokens: read from the cache, or made and why."""
     is_kept: bool
@@ -324,7 +323,7 @@ def _make_tokens(
         "beside": dict(corpus.remarks),
         "dropped": _names(corpus.train.index, corpus.dropped[:NAMED]),
         "dropped_count": len(corpus.dropped),
-        "repeated": maker.repeated,
+        "repeated": len(corpus.train.numbers) - len(np.unique(corpus.train.contents)),
         "streams": streams,
         "files": {path.name: _size_and_hash(path, progress) for path in sorted(folder.iterdir())},
     }
@@ -343,15 +342,9 @@ class _Maker:
         self._tokens, self._labelled = tokens, labelled
         self._has_chats = corpus.train.chats + corpus.heldout.chats > 0
         self._starts = np.zeros(1, dtype=np.int64)
-        self._hashes = np.zeros(len(self._index), dtype=np.uint64)
-        """Hash of the tokens of each document. Shape (P,)."""
-        self.repeated = 0
-        """Number of training documents with the same tokens as an earlier one."""
         self._left_out: dict[str, dict[str, LeftOut]] = {side: {} for side in _SIDES}
         self._remarks: dict[str, dict[str, LeftOut]] = {side: {} for side in _SIDES}
         self._partly_labelled = dict.fromkeys(_SIDES, 0)
-        self._copies = np.empty(0, dtype=np.int64)
-        """Numbers of training documents that are left out as copies of held-out ones."""
 
     def encode(self, progress: Progress) -> None:
         """Write the tokens of each document into the temporary files."""
@@ -369,9 +362,7 @@ class _Maker:
         for encoded in self._recipe.encoder.encode(documents()):
             number = numbers.popleft()
             lengths[number] = len(encoded.ids)
-            ids = _little(encoded.ids)
-            self._hashes[number] = _short_hash(ids)
-            self._tokens.write(ids)
+            self._tokens.write(_little(encoded.ids))
             if self._has_chats:
                 self._labelled.write(encoded.labels.tobytes())
             side = _SIDES[int(is_heldout[number])]
@@ -385,32 +376,6 @@ class _Maker:
         self._tokens.flush()
         self._labelled.flush()
         self._starts = starts_of(lengths)
-        self._leave_copies_out(lengths)
-
-    def _leave_copies_out(self, lengths: NDArray[np.int64]) -> None:
-        """Leave out training documents with the same tokens as a held-out document: their records differ only in parts
-        that are not rendered, such as an id, or in white space that a template strips."""
-        heldout, train = self._corpus.heldout.numbers, self._corpus.train.numbers
-        heldout, train = heldout[lengths[heldout] > 0], train[lengths[train] > 0]
-        is_copy = np.isin(self._hashes[train], self._hashes[heldout])
-        kept_hashes = self._hashes[train[~is_copy]]
-        self.repeated = len(kept_hashes) - len(np.unique(kept_hashes))
-        self._copies = train[is_copy]
-        if not len(self._copies):
-            return
-        if not len(kept_hashes):
-            raise CorpusError.expected(
-                "corpus",
-                self._recipe.source,
-                "at least one training document that is not a copy of a held-out one",
-                f"none of {len(train):,}",
-                hint="add other documents",
-            )
-        copy = self._copies[0]
-        original = heldout[self._hashes[heldout] == self._hashes[copy]][0]
-        pair = dict(self._index.read(np.array([copy, original])))
-        text = " is ".join(pair[number].place or pair[number].name for number in (copy, original))
-        self._left_out["train"][COPY] = LeftOut(reason=COPY, count=len(self._copies), example=text)
 
     def arrange(self, side: str, folder: Path, progress: Progress) -> dict[str, Any]:
         """Write the files of one split, and return its entry of the manifest."""
@@ -419,8 +384,6 @@ class _Maker:
         left_out = tuple(self._left_out[side].values())
         begins = self._starts[split.numbers]
         lengths = self._starts[split.numbers + 1] - begins
-        if side == "train":
-            lengths[np.isin(split.numbers, self._copies)] = 0
         refuse_nothing(left_out, int(lengths.sum()))
         is_packed = recipe.packing != STREAM
         has_labels = split.chats > 0 or is_packed
@@ -476,10 +439,6 @@ class _Maker:
 def _names(index: Index, numbers: NDArray[np.int64]) -> list[str]:
     # The source is read again only if there are any.
     return [document.name for _, document in index.read(numbers)] if len(numbers) else []
-
-
-def _short_hash(document: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(document, digest_size=8).digest(), "little")
 
 
 def _little(ids: NDArray[Any]) -> bytes:

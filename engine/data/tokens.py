@@ -27,7 +27,7 @@ from engine.data.chat import Chat, Turns, encode_chats
 from engine.data.chat_template import ChatTemplate
 from engine.data.conversations import read_conversation
 from engine.data.corpus import Document
-from engine.data.left_out import LeftOut, Skipped, count_left_out
+from engine.data.left_out import LeftOut, Skipped
 from engine.errors import CorpusError
 from engine.formats.tokenizer import TextTooLong, Tokenizer
 
@@ -189,43 +189,6 @@ class Encoder:
         return [found for document in texts for found in self._encode_texts([document])]
 
 
-def tokenize(
-    documents: Sequence[Document],
-    tokenizer: Tokenizer,
-    *,
-    template: ChatTemplate | None = None,
-    turns: Turns = "all",
-) -> TokenStream:
-    """Return the documents as one stream in memory, in their order.
-
-    `template` renders conversations, and `turns` of the assistant have labels. Raises TokenizerError if there is a text
-    and the tokenizer has no end-of-text token, CorpusError if conversations have no template or none can be rendered.
-    """
-    encoder = Encoder(tokenizer=tokenizer, template=template, turns=turns)
-    encoded = list(encoder.encode(documents))
-    tokens = [document.ids for document in encoded]
-    counts: dict[str, LeftOut] = {}
-    remarks: dict[str, LeftOut] = {}
-    for document in encoded:
-        if document.left_out is not None:
-            count_left_out(counts, document.left_out)
-        for remark in document.remarks:
-            count_left_out(remarks, remark)
-    left_out = tuple(counts.values())
-    refuse_nothing(left_out, sum(map(len, tokens)))
-    labelled = None
-    if any(document.is_chat for document in documents):
-        labelled = np.concatenate([document.labels for document in encoded])
-    return make_stream(
-        np.concatenate(tokens) if tokens else np.empty(0, encoder.dtype),
-        starts_of([len(ids) for ids in tokens]),
-        labelled=labelled,
-        left_out=left_out,
-        partly_labelled=sum(document.partly_labelled for document in encoded),
-        remarks=tuple(remarks.values()),
-    )
-
-
 def starts_of(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the first position of each of D documents, and the end of the last. Shape (D + 1,)."""
     starts = np.zeros(len(lengths) + 1, dtype=np.int64)
@@ -266,34 +229,3 @@ class StreamDigest:
         for part in labelled:
             self._digest.update(np.packbits(part).data)
         return self._digest.hexdigest()
-
-
-def make_stream(
-    tokens: NDArray[Any],
-    starts: NDArray[np.int64],
-    *,
-    labelled: NDArray[np.bool_] | None = None,
-    padding: NDArray[np.bool_] | None = None,
-    left_out: tuple[LeftOut, ...] = (),
-    partly_labelled: int = 0,
-    remarks: tuple[LeftOut, ...] = (),
-) -> TokenStream:
-    """Make a stream from existing arrays, which become read-only."""
-    assert tokens.ndim == 1 and starts[0] == 0 and starts[-1] == len(tokens)
-    assert labelled is None or labelled.shape == tokens.shape
-    digest = StreamDigest()
-    for start in range(0, len(tokens), _HASHED_AT_ONCE):
-        digest.tokens(tokens[start : start + _HASHED_AT_ONCE])
-    for values in (tokens, starts, labelled, padding):
-        if values is not None:
-            values.flags.writeable = False
-    return TokenStream(
-        tokens=tokens,
-        starts=starts,
-        sha256=digest.end(starts, () if labelled is None else (labelled,)),
-        labelled=labelled,
-        padding=padding,
-        left_out=left_out,
-        partly_labelled=partly_labelled,
-        remarks=remarks,
-    )

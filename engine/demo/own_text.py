@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 
 from engine.data.batches import Batch, heldout_rows
-from engine.data.corpus import open_corpus
-from engine.data.tokens import tokenize
+from engine.data.packing import STREAM
+from engine.data.token_cache import Recipe, load_tokens
+from engine.data.tokens import Encoder
 from engine.formats.tokenizer import Tokenizer, open_tokenizer
 from engine.models.load import load_decoder
 from engine.spec import RolloutSection
@@ -34,9 +35,18 @@ class OwnText(NamedTuple):
 
 
 def heldout_prompts(tokenizer: Tokenizer, count: int = TEXTS) -> Batch:
-    """Return rows of held-out source text, whose beginnings are the prompts."""
-    split = open_corpus("python-stdlib", heldout_fraction=0.08).heldout
-    return heldout_rows(tokenize(split.documents, tokenizer), SEQ_LEN, count)
+    """Return rows of held-out source text, whose beginnings are the prompts. The demo has cached them."""
+    recipe = Recipe(
+        source="python-stdlib",
+        include_tests=False,
+        columns=(),
+        heldout_fraction=0.08,
+        max_bytes=None,
+        encoder=Encoder(tokenizer=tokenizer),
+        packing=STREAM,
+        seq_len=SEQ_LEN,
+    )
+    return heldout_rows(load_tokens(recipe).heldout, SEQ_LEN, count)
 
 
 @torch.no_grad()

@@ -880,9 +880,7 @@ def _data_lines(data: DataReady) -> list[str]:
         more = ", ..." if data.copies > len(data.copies_named) else ""
         lines.append(f"copies     {data.copies:,} of them, of held-out text: {named}{more}")
     if data.repeated:
-        lines.append(
-            f"repeated   {data.repeated:,} training documents have the same tokens as an earlier one"
-        )
+        lines.append(f"repeated   {data.repeated:,} training documents repeat an earlier one")
     lines += [f"left out   {count:,}: {why}" for why, count in data.left_out.items()]
     if data.partly_labelled:
         lines.append(

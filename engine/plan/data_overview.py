@@ -8,7 +8,6 @@ All numbers are of the tokens that the models would read; for a large corpus, of
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -102,7 +101,7 @@ class Overview:
     """Training documents by length: the most tokens of a group, a power of two, and how many are in it."""
     longer_than_a_row: int
     repeated: Copies
-    """Training documents whose tokens an earlier one has."""
+    """Training documents whose content an earlier one has."""
     dropped: Copies
     """Documents dropped from the training text because their text is held out."""
     left_out: tuple[Reason, ...]
@@ -147,7 +146,7 @@ class Overview:
             )
         remarks = []
         for copies, words in (
-            (self.repeated, "training documents have the tokens of another one"),
+            (self.repeated, "training documents repeat another one"),
             (self.dropped, "documents are dropped from train, because their text is held out"),
         ):
             if copies.count:
@@ -199,7 +198,7 @@ def look_at_data(
     packed = inputs.load_tokens(part, progress, corpus=corpus)
     train, heldout = unpacked.train, unpacked.heldout
     lengths = train.lengths
-    repeated, first = _repeated(corpus.train, train)
+    repeated, first = _repeated(corpus.train)
     return Overview(
         source=data.corpus,
         seq_len=data.seq_len,
@@ -235,19 +234,12 @@ def _copies(corpus: Corpus, numbers: Int64Array, originals: Int64Array) -> Copie
     return Copies(count=len(numbers), names=pairs)
 
 
-def _repeated(split: Split, stream: TokenStream) -> tuple[Int64Array, Int64Array]:
-    """Return the documents with the tokens of an earlier one of the split, and the earlier ones, as index numbers."""
-    not_empty = np.flatnonzero(stream.lengths)
-    cuts = zip(stream.starts[not_empty], stream.starts[not_empty + 1], strict=True)
-    digests = [hashlib.blake2b(stream.tokens[a:b].tobytes()).digest() for a, b in cuts]
-    earlier: dict[bytes, int] = {}
-    pairs = [
-        (index, earlier[digest])
-        for index, digest in zip(not_empty.tolist(), digests, strict=True)
-        if earlier.setdefault(digest, index) != index
-    ]
-    pairs_N2 = np.array(pairs, dtype=np.int64).reshape(-1, 2)
-    return split.numbers[pairs_N2[:, 0]], split.numbers[pairs_N2[:, 1]]
+def _repeated(split: Split) -> tuple[Int64Array, Int64Array]:
+    """Return the documents with the content of an earlier one of the split, and the earlier ones, as index numbers."""
+    _, first, place_D = np.unique(split.contents, return_index=True, return_inverse=True)
+    earlier_D = first[place_D]
+    is_copy_D = earlier_D != np.arange(len(earlier_D))
+    return split.numbers[is_copy_D], split.numbers[earlier_D[is_copy_D]]
 
 
 def _part(split: Split, stream: TokenStream, packed: TokenStream, seq_len: int, what: str) -> Part:

@@ -1,9 +1,9 @@
 """Measure what a run would train on, without torch: documents, tokens, and the passes over them that its steps make.
 
-A corpus of at most `SAMPLED_BYTES` is split and tokenized as the run would, so its numbers are exact and a corpus too
-small for one row is refused. Of a larger one the first megabytes are tokenized, and the tokens of the rest follow from
-its bytes. Every record of the first `LISTED_BYTES` is read, so that those with a fault are counted; the number of the
-others is estimated from the sizes of the files.
+A corpus of at most `SAMPLED_BYTES` is split and tokenized as the run would (which then finds the tokens in the cache),
+so its numbers are exact and a corpus too small for one row is refused. Of a larger one the first megabytes are
+tokenized, and the tokens of the rest follow from its bytes. Every record of the first `LISTED_BYTES` is read, so that
+those with a fault are counted; the number of the others is estimated from the sizes of the files.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from engine import limits
 from engine.data.batches import labelled_rows, labels_after_a_cut
 from engine.data.corpus import Document
-from engine.data.left_out import LeftOut, RecordFaults, Skipped
+from engine.data.left_out import LeftOut, RecordFaults, Skipped, count_left_out
 from engine.data.records import shown
 from engine.data.sources import Piece, column_names, list_files, list_pieces
-from engine.data.tokens import TokenStream
+from engine.data.tokens import refuse_nothing
 from engine.formats.tokenizer import TextTooLong
 from engine.plan.inputs import Inputs, open_corpus_of
 from engine.spec import RunSpec
@@ -50,7 +50,8 @@ class DataSize:
     labelled: float | None = None
     """Share of the tokens of conversations that are to be predicted; None for text."""
     behind_a_cut: float | None = None
-    """Share of the labels of conversations whose conversation begins in an earlier row; None for text."""
+    """Share of the labels of conversations whose conversation begins in an earlier row; None for text, and where not
+    all was tokenized."""
     read: int = 0
     """Documents that were read, those with a fault among them."""
     not_read: int | None = 0
@@ -113,7 +114,7 @@ def measure_data(spec: RunSpec, inputs: Inputs) -> DataSize:
     per_step = spec.rows_per_step * data.seq_len
     documents = texts = listed = 0
     sample, all_listed = _Sample(), True
-    labelled = behind_a_cut = None
+    labelled = None
     faults = RecordFaults(shown(data.corpus), data.skip_at_most)
     for item in list_pieces(
         data.corpus, include_tests=data.include_tests, columns=column_names(data.columns)
@@ -139,7 +140,7 @@ def measure_data(spec: RunSpec, inputs: Inputs) -> DataSize:
     else:
         if listed <= SAMPLED_BYTES:
             return _exact(spec, inputs, per_step)
-        tokens, labelled, behind_a_cut = sample.estimate(spec, inputs, listed, texts)
+        tokens, labelled = sample.estimate(spec, inputs, listed, texts)
     faults.refuse_too_many(documents)
     passes = None
     if tokens is not None:
@@ -156,7 +157,6 @@ def measure_data(spec: RunSpec, inputs: Inputs) -> DataSize:
         tokens_per_step=per_step,
         passes=passes,
         labelled=labelled,
-        behind_a_cut=behind_a_cut,
         read=documents + faults.count,
         not_read=0 if all_listed else _not_read(data, documents, listed),
         left_out=faults.left_out,
@@ -178,21 +178,22 @@ def _not_read(data: DataSection, documents: int, size_bytes: int) -> int | None:
 def _exact(spec: RunSpec, inputs: Inputs, per_step: int) -> DataSize:
     data = spec.data
     corpus = open_corpus_of(data)
-    train = inputs.rows(corpus.train.documents, data)
-    heldout = inputs.rows(corpus.heldout.documents, data)
+    tokens = inputs.load_tokens(data, corpus=corpus)
+    train, heldout = tokens.train, tokens.heldout
     labelled_rows(heldout, data.seq_len, "held-out")
     labelled_rows(train, data.seq_len, "train")
     size = corpus.train.size_bytes + corpus.heldout.size_bytes
+    has_labels = train.labelled is not None
     return DataSize(
-        documents=corpus.train.document_count + corpus.heldout.document_count,
+        documents=sum(tokens.documents),
         text_bytes=size,
         tokens=train.token_count + heldout.token_count,
         exact=True,
         sampled_bytes=size,
         tokens_per_step=per_step,
         passes=spec.train.steps * per_step / len(train),
-        labelled=_share_labelled(train),
-        behind_a_cut=_share_behind_a_cut(train, data.seq_len),
+        labelled=train.labelled_count / max(1, train.token_count) if has_labels else None,
+        behind_a_cut=labels_after_a_cut(train, data.seq_len) if has_labels else None,
         read=len(corpus.train.index) + sum(fault.count for fault in corpus.faults),
         left_out=(*corpus.faults, *train.left_out, *heldout.left_out),
     )
@@ -217,22 +218,21 @@ class _Sample:
 
     def estimate(
         self, spec: RunSpec, inputs: Inputs, listed: int, texts: int
-    ) -> tuple[int | None, float | None, float | None]:
-        """Return the number of tokens in `listed` bytes with `texts` texts, the share of the tokens that are labelled,
-        and the share of the labels that follow a cut."""
+    ) -> tuple[int | None, float | None]:
+        """Return the number of tokens in `listed` bytes with `texts` texts, and the share of the tokens that are
+        labelled; None for text. Raises CorpusError where none can be tokenized."""
         if not self.size_bytes:
-            return None, None, None
-        stream = inputs.tokenize(self.documents, spec.data)
+            return None, None
+        encoded = list(inputs.encoder(spec.data).encode(self.documents))
+        left_out: dict[str, LeftOut] = {}
+        for one in encoded:
+            if one.left_out is not None:
+                count_left_out(left_out, one.left_out)
+        sampled = sum(len(one.ids) for one in encoded)
+        refuse_nothing(tuple(left_out.values()), sampled)
         # Every text is followed by one end-of-text token, however long it is.
         ends = sum(not document.is_chat for document in self.documents)
-        tokens = round((len(stream) - ends) / self.size_bytes * listed) + texts
-        packed = inputs.pack(stream, spec.data)
-        return tokens, _share_labelled(stream), _share_behind_a_cut(packed, spec.data.seq_len)
-
-
-def _share_behind_a_cut(packed: TokenStream, seq_len: int) -> float | None:
-    return None if packed.labelled is None else labels_after_a_cut(packed, seq_len)
-
-
-def _share_labelled(stream: TokenStream) -> float | None:
-    return None if stream.labelled is None else stream.labelled_count / max(1, stream.token_count)
+        tokens = round((sampled - ends) / self.size_bytes * listed) + texts
+        if ends == len(self.documents):
+            return tokens, None
+        return tokens, sum(int(one.labels.sum()) for one in encoded) / max(1, sampled)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import filecmp
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -18,11 +18,10 @@ from engine.catalogue import skipped_ids
 from engine.checkpoint_folders import FREE_SPACE_FACTOR, published, step_of
 from engine.data.chat import Turns
 from engine.data.chat_template import ChatTemplate, find_chat_template, template_of
-from engine.data.corpus import Corpus, Document, check_corpus, open_corpus
-from engine.data.packing import pack
+from engine.data.corpus import Corpus, check_corpus, open_corpus
 from engine.data.sources import column_names
 from engine.data.token_cache import Progress, Recipe, Tokens, load_tokens, no_progress
-from engine.data.tokens import Encoder, TokenStream, tokenize
+from engine.data.tokens import Encoder
 from engine.errors import BadInput, DiskFull, TokenizerError
 from engine.formats.adapter import is_adapter
 from engine.formats.open import open_weights
@@ -87,28 +86,16 @@ class Inputs:
             columns=column_names(data.columns),
             heldout_fraction=data.heldout_fraction,
             max_bytes=data.max_bytes or None,
-            encoder=self._encoder(data),
+            encoder=self.encoder(data),
             packing=data.packing,
             seq_len=data.seq_len,
             skip_at_most=data.skip_at_most,
         )
         return load_tokens(recipe, progress, corpus=corpus, root=root)
 
-    def _encoder(self, data: DataSection) -> Encoder:
+    def encoder(self, data: DataSection) -> Encoder:
+        """Return what tokenizes the documents of the corpus."""
         return Encoder(tokenizer=self.tokenizer, template=self.template, turns=_turns(data))
-
-    def tokenize(self, documents: Sequence[Document], data: DataSection) -> TokenStream:
-        """Tokenize documents of the corpus into one stream, in order."""
-        turns = _turns(data)
-        return tokenize(documents, self.tokenizer, template=self.template, turns=turns)
-
-    def pack(self, stream: TokenStream, data: DataSection) -> TokenStream:
-        """Pack documents into rows by the method `data.packing`."""
-        return pack(stream, data.seq_len, data.packing, self.tokenizer.padding_id)
-
-    def rows(self, documents: Sequence[Document], data: DataSection) -> TokenStream:
-        """Tokenize documents of the corpus and pack them into the rows to train on."""
-        return self.pack(self.tokenize(documents, data), data)
 
 
 def open_corpus_of(

@@ -17,7 +17,7 @@ from engine.checks.result import Result
 from engine.checks.runner import Checks
 from engine.data.batches import Batches, heldout_rows
 from engine.data.corpus import open_corpus
-from engine.data.tokens import TokenStream, tokenize
+from engine.data.tokens import TokenStream
 from engine.formats.tokenizer import open_tokenizer
 from engine.log.events import StepDone
 from engine.models.config import ModelConfig
@@ -32,6 +32,7 @@ from engine.train.checkpoint.manifest import verify
 from engine.train.trainer import Trainer
 from engine.verdict import Level
 from tests.support.kit import Kit, tiny_config
+from tests.support.streams import documents_of, tokenize
 
 SEQ_LEN = 48
 
@@ -63,8 +64,8 @@ def _make_world(kit: Kit, folder: Path) -> World:
     world = World(
         teacher=folder / "teacher",
         corpus=kit.corpus,
-        train=tokenize(corpus.train.documents, tokenizer),
-        heldout=tokenize(corpus.heldout.documents, tokenizer),
+        train=tokenize(documents_of(corpus.train), tokenizer),
+        heldout=tokenize(documents_of(corpus.heldout), tokenizer),
         tokenizer=tokenizer,
     )
     config = ModelConfig.from_dict(tiny_config(hidden_size=48), "teacher")

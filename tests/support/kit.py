@@ -77,9 +77,9 @@ def _taught(decoder: Decoder, documents: Sequence[Document], tokenizer: Tokenize
     import torch
 
     from engine.data.batches import Batches
-    from engine.data.tokens import tokenize
     from engine.spec import LossSection, TrainSection
     from engine.train.trainer import Trainer
+    from tests.support.streams import tokenize
 
     train = TrainSection(steps=60, rows=8, lr=1e-2, warmup_steps=4)
     trainer = Trainer(

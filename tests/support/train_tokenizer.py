@@ -32,6 +32,7 @@ from engine.errors import EXIT_PASS, BadInput, EngineError, UsageError
 from engine.formats.tokenizer import Tokenizer, open_tokenizer
 from engine.terminal import put, say
 from tests.support.split_digest import digest_of
+from tests.support.streams import documents_of
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCAB = 257
@@ -128,11 +129,11 @@ def _train(given: argparse.Namespace) -> None:
     corpus = open_corpus(
         given.corpus, heldout_fraction=given.heldout_fraction, max_bytes=given.max_bytes
     )
-    _write(out, train_bpe(corpus.train.documents, given.vocab, given.special))
+    _write(out, train_bpe(documents_of(corpus.train), given.vocab, given.special))
     tokenizer = open_tokenizer(out)
     put(f"wrote {out}: {tokenizer.vocab_size:,} ids, sha256 {tokenizer.sha256}")
     for name, split in (("train", corpus.train), ("held-out", corpus.heldout)):
-        ratio = bytes_per_token(tokenizer, split.documents)
+        ratio = bytes_per_token(tokenizer, documents_of(split))
         put(
             f"{name}: {split.document_count:,} documents, {split.size_bytes:,} bytes, "
             f"{ratio:.3f} bytes per token, sha256 {digest_of(split)}"

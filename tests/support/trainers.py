@@ -8,7 +8,6 @@ import torch
 
 from engine.data.batches import Batches
 from engine.data.corpus import open_corpus
-from engine.data.tokens import tokenize
 from engine.formats.tokenizer import open_tokenizer
 from engine.log.events import StepDone
 from engine.models.load import load_decoder, new_decoder
@@ -17,6 +16,7 @@ from engine.spec import LossSection, TrainSection
 from engine.teachers.frozen import DequantizedTeacher
 from engine.train.trainer import Trainer
 from tests.support.kit import Kit
+from tests.support.streams import documents_of, tokenize
 
 TRAIN = TrainSection(steps=6, rows=4, warmup_steps=2, lr=1e-3)
 
@@ -25,7 +25,7 @@ LOSS = LossSection(alpha=0.3, temperature=2.0)
 
 def build(kit: Kit, train: TrainSection = TRAIN, loss: LossSection = LOSS) -> Trainer:
     corpus = open_corpus(str(kit.corpus), heldout_fraction=0.2)
-    stream = tokenize(corpus.train.documents, open_tokenizer(kit.teacher))
+    stream = tokenize(documents_of(corpus.train), open_tokenizer(kit.teacher))
     return Trainer(
         student=new_decoder(read_config(kit.student), seed=0),
         teacher=DequantizedTeacher(load_decoder(kit.teacher)),

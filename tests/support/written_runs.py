@@ -108,11 +108,11 @@ def taught(
 
     from engine.data.batches import Batches
     from engine.data.corpus import open_corpus
-    from engine.data.tokens import tokenize
     from engine.formats.tokenizer import open_tokenizer
     from engine.models.load import save_decoder
     from engine.spec import LossSection, TrainSection
     from engine.train.trainer import Trainer
+    from tests.support.streams import documents_of, tokenize
 
     root = kit.root
     tokenizer = open_tokenizer(root / "tokenizer")
@@ -121,7 +121,7 @@ def taught(
     # The end of the assistant's turn alone: the user's is followed by a new line in the same text.
     text = CHATML.plain.replace(f"message.content + '{CHATML.end}' ", f"message.content + '{end}' ")
     stream = tokenize(
-        open_corpus(str(file), heldout_fraction=0.2).train.documents,
+        documents_of(open_corpus(str(file), heldout_fraction=0.2).train),
         tokenizer,
         template=CHATML.template(text=text),
     )

@@ -18,7 +18,6 @@ import torch
 from engine.catalogue import STAGES
 from engine.data.batches import Batches
 from engine.data.corpus import open_corpus
-from engine.data.tokens import tokenize
 from engine.formats.tokenizer import open_tokenizer
 from engine.log.events import Judged
 from engine.log.folder import RunFolder
@@ -33,6 +32,7 @@ from tests.support.finished_runs import carry_out, resumed_here
 from tests.support.kit import tiny_config
 from tests.support.preparing import make_store
 from tests.support.running import engine
+from tests.support.streams import documents_of, tokenize
 from tests.support.train_tokenizer import train_bpe
 
 STEPS, STOPS_AFTER, LONGEST = 6, 3, 2048
@@ -159,7 +159,7 @@ def _write(folder: Path, text: str) -> None:
             body = _code(200 * index, {"wraps": 4, "wraps-long": 33}.get(text, 160))
         (corpus / f"part_{index:02}.txt").write_text(body)
     (folder / "tokenizer").mkdir()
-    documents = open_corpus(str(corpus), heldout_fraction=0.2).train.documents
+    documents = documents_of(open_corpus(str(corpus), heldout_fraction=0.2).train)
     (folder / "tokenizer" / "tokenizer.json").write_text(train_bpe(list(documents), 320))
 
 
@@ -167,7 +167,7 @@ def _teach(folder: Path, text: str) -> None:
     """Train a teacher on the text for some seconds: a run refuses one that has learnt nothing of it."""
     tokenizer = open_tokenizer(folder / "tokenizer")
     template = CHATML.template() if text == "chat" else None
-    documents = open_corpus(str(folder / "corpus"), heldout_fraction=0.2).train.documents
+    documents = documents_of(open_corpus(str(folder / "corpus"), heldout_fraction=0.2).train)
     config = tiny_config(
         hidden_size=48, vocab_size=tokenizer.vocab_size, max_position_embeddings=LONGEST
     )

@@ -29,7 +29,7 @@ from engine.checks.runner import FUNCTIONS
 from engine.checks.weights import shape_of, weights_of
 from engine.data.batches import IGNORED, Batch
 from engine.data.overlap import predicted, shared_windows
-from engine.data.tokens import TokenStream, make_stream, starts_of
+from engine.data.tokens import TokenStream, starts_of
 from engine.formats.tokenizer import open_tokenizer
 from engine.log.folder import RunFolder
 from engine.models.config import ModelConfig
@@ -43,6 +43,7 @@ from engine.verdict import Answer, Level
 from tests.support.checked_runs import World, make_run, make_world
 from tests.support.defects import DEFECTS
 from tests.support.kit import Kit, tiny_config
+from tests.support.streams import make_stream
 
 
 @pytest.fixture(scope="module")

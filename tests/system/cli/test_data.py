@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from engine.data.corpus import open_corpus
-from engine.data.tokens import tokenize
 from engine.formats.tokenizer import open_tokenizer
 from tests.support.chats import CHATML, conversations, make_tokenizer
 from tests.support.kit import Kit, tiny_config
 from tests.support.running import engine_here, environment
+from tests.support.streams import documents_of, tokenize
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_conversations_are_counted_and_what_has_a_label_is_marked(
     corpus = open_corpus(str(tmp_path / "chats.jsonl"), heldout_fraction=0.2)
     tokenizer = open_tokenizer(tmp_path / "tokenizer")
     train, held = (
-        tokenize(split.documents, tokenizer, template=CHATML.template())
+        tokenize(documents_of(split), tokenizer, template=CHATML.template())
         for split in (corpus.train, corpus.heldout)
     )
     assert train.labelled is not None and held.labelled is not None
@@ -66,8 +66,8 @@ def test_conversations_are_counted_and_what_has_a_label_is_marked(
     assert "a turn has no labels: " in " ".join(one["text"] for one in found["remarks"])
     assert sum(count for _, count in found["lengths"]) == len(found["samples"])
     shown = {one["name"]: one for one in found["samples"]}
-    place = next(n for n, one in enumerate(corpus.train.documents) if one.is_chat)
-    document = corpus.train.documents[place]
+    place = next(n for n, one in enumerate(documents_of(corpus.train)) if one.is_chat)
+    document = documents_of(corpus.train)[place]
     answers = [
         message["content"]
         for message in json.loads(document.text)["messages"]
@@ -82,7 +82,7 @@ def test_conversations_are_counted_and_what_has_a_label_is_marked(
     assert "⟦" in words and "<|im_end|>⟧" in words
     # What a document says is never obeyed by the terminal.
     assert "\x1b" not in words and "same text \\x1b[2J" in words
-    assert "1 training documents have the tokens of another one" in words
+    assert "1 training documents repeat another one" in words
 
 
 def test_on_a_terminal_labels_stand_out_without_signs_of_ours(spec: Path) -> None:
@@ -120,7 +120,7 @@ def test_copies_are_named_with_what_they_are_copies_of(kit: Kit, tmp_path: Path)
         (folder / f"{i}.txt").write_text(" ".join(words))
     corpus = open_corpus(str(folder), heldout_fraction=0.2)
     held, train = (
-        [folder / one.name for one in side.documents] for side in (corpus.heldout, corpus.train)
+        [folder / one.name for one in documents_of(side)] for side in (corpus.heldout, corpus.train)
     )
     assert len(held) >= 3
     train[0].write_text(held[0].read_text())

@@ -11,13 +11,13 @@ import pytest
 
 from engine.data.batches import IGNORED, Batches
 from engine.data.corpus import open_corpus
-from engine.data.tokens import tokenize
 from engine.formats.tokenizer import open_tokenizer
 from engine.log.folder import RunFolder
 from engine.log.rows import path_of
 from tests.support.finished_runs import finish
 from tests.support.kit import Kit
 from tests.support.running import engine_here
+from tests.support.streams import documents_of, tokenize
 
 
 def asked(run: Path, step: int) -> dict[str, Any]:
@@ -35,9 +35,9 @@ def test_rows_of_a_step_are_shown_with_their_documents_and_what_has_a_label(
     assert found["loss"] is not None and len(found["rows"]) == 4
     corpus = open_corpus(str(kit.corpus), heldout_fraction=0.2)
     tokenizer = open_tokenizer(kit.teacher)
-    train = tokenize(corpus.train.documents, tokenizer)
+    train = tokenize(documents_of(corpus.train), tokenizer)
     batch = Batches(train, seq_len=32, rows_per_batch=4, seed=0).take(8, 4)
-    names = [one.name for one in corpus.train.documents]
+    names = [one.name for one in documents_of(corpus.train)]
     for place, row in enumerate(found["rows"]):
         assert row["in_turn"] and row["row"] == batch.row_ids[place]
         assert row["labels"] == int((batch.labels_BT[place] != IGNORED).sum())
@@ -72,7 +72,8 @@ def test_packed_rows_name_the_documents_of_the_corpus_and_no_padding(
     assert len(found["rows"]) == 4 and found["digest_agrees"]
     tokenizer = open_tokenizer(kit.teacher)
     texts = {
-        one.name: one for one in open_corpus(str(kit.corpus), heldout_fraction=0.2).train.documents
+        one.name: one
+        for one in documents_of(open_corpus(str(kit.corpus), heldout_fraction=0.2).train)
     }
     for row in found["rows"]:
         assert row["in_turn"]

@@ -18,8 +18,9 @@ from engine.data.batches import (
     heldout_rows,
     labels_after_a_cut,
 )
-from engine.data.tokens import TokenStream, make_stream, starts_of
+from engine.data.tokens import TokenStream, starts_of
 from engine.errors import CorpusError
+from tests.support.streams import make_stream
 
 END = 0
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from engine.data.chat_template import find_chat_template, template_of
 from engine.data.corpus import open_corpus
-from engine.data.tokens import tokenize
 from engine.formats.open import open_weights
 from engine.formats.tokenizer import open_tokenizer
 from engine.log.follow import Follower
@@ -15,6 +14,7 @@ from engine.spec import load_spec
 from evidence.chat.make_chats import COUNT, SEED, make_chats
 from tests.support.finished_runs import carry_out
 from tests.support.paths import DEMO
+from tests.support.streams import documents_of, tokenize
 from workbench.cli import demo_spec
 
 CHATS, CHAT = DEMO / "chats.jsonl", DEMO / "chat"
@@ -60,7 +60,7 @@ def test_a_short_run_learns_what_has_labels_and_leaves_the_template(tmp_path: Pa
     spec, _ = load_spec(demo_spec("chat"), [])
     corpus = open_corpus(spec.data.corpus, heldout_fraction=spec.data.heldout_fraction)
     template = find_chat_template(CHAT)
-    stream = tokenize(corpus.train.documents, open_tokenizer(CHAT), template=template)
+    stream = tokenize(documents_of(corpus.train), open_tokenizer(CHAT), template=template)
     assert stream.labelled is not None and view.data is not None and template is not None
     assert view.data.labelled_tokens == int(stream.labelled.sum())
     assert not stream.left_out and not stream.partly_labelled

@@ -8,6 +8,7 @@ import pytest
 from engine.data.corpus import Document, open_corpus
 from engine.data.sources import STDLIB
 from engine.formats.tokenizer import open_tokenizer
+from tests.support.streams import documents_of
 from tests.support.train_tokenizer import END_OF_TEXT, SMALLEST_VOCAB, main, train_bpe
 
 SMALL = ["--corpus", STDLIB, "--vocab", "600", "--max-bytes", "200000"]
@@ -37,7 +38,7 @@ def test_training_twice_gives_the_same_file(
 def test_heldout_text_takes_no_part_in_training(tmp_path: Path) -> None:
     main([str(tmp_path / "t.json"), *SMALL])
     corpus = open_corpus(STDLIB, heldout_fraction=0.08, max_bytes=200_000)
-    assert (tmp_path / "t.json").read_text() == train_bpe(corpus.train.documents, 600)
+    assert (tmp_path / "t.json").read_text() == train_bpe(documents_of(corpus.train), 600)
 
 
 def test_merges_make_text_shorter_and_stop_when_there_is_no_pair(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from engine.cli.main import main
 from engine.data.batches import Batches
-from engine.data.tokens import make_stream, starts_of
+from engine.data.tokens import starts_of
 from engine.errors import BadInput, NoAnswer
 from engine.evaluate import humaneval as module
 from engine.evaluate.humaneval import Settings, evaluate, self_test
@@ -40,6 +40,7 @@ from engine.spec import LossSection, TrainSection
 from engine.train.trainer import Trainer
 from tests.support.kit import Kit
 from tests.support.lacks import open_sandbox_here
+from tests.support.streams import make_stream
 
 TASKS = [
     ("double", "x", "Twice x.", "return 2 * x", ["(2) == 4", "(-3) == -6"]),

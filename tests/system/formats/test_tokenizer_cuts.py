@@ -203,7 +203,7 @@ MEASURE = """
 import sys
 from pathlib import Path
 from engine.data.corpus import Document
-from engine.data.tokens import tokenize
+from tests.support.streams import tokenize
 from engine.formats.tokenizer import open_tokenizer
 tokenizer = open_tokenizer(Path(sys.argv[1]))
 text = (Path(sys.argv[2]).read_text() * 4000)[: int(sys.argv[3])] 

@@ -14,7 +14,6 @@ from engine.checks.context import Context
 from engine.checks.teacher import teacher_fp8_within_noise_floor
 from engine.data.batches import Batch, gather_rows
 from engine.data.corpus import Document
-from engine.data.tokens import tokenize
 from engine.decision import Decision
 from engine.errors import BadInput, InternalError
 from engine.formats.tokenizer import open_tokenizer
@@ -39,6 +38,7 @@ from engine.teachers.truncating import TruncatingTeacher
 from engine.verdict import Answer
 from tests.support.packed_models import lively, make_batch, make_config
 from tests.support.paths import DEMO, SUPPORT
+from tests.support.streams import tokenize
 
 CPU = torch.device("cpu")
 GOOD = Rounding(kl=0.004, agreement=0.96, relative_rms=0.05, tokens=500)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.data.batches import Batches, heldout_rows
 from engine.data.corpus import open_corpus
-from engine.data.tokens import make_stream, starts_of, tokenize
+from engine.data.tokens import starts_of
 from engine.formats.tokenizer import open_tokenizer
 from engine.models.load import load_decoder
 from engine.models.packed import head_of
@@ -24,6 +24,7 @@ from engine.teachers.store.write import Walk, fill_store
 from engine.train.heldout import heldout_loss
 from tests.support.kit import Kit
 from tests.support.preparing import make_store
+from tests.support.streams import documents_of, make_stream, tokenize
 from tests.system.teachers.test_store import HIDDEN, manifest_of, read
 
 ROWS, SEQ_LEN = 20, HIDDEN.seq_len
@@ -89,7 +90,7 @@ def test_a_store_holds_the_loss_of_its_teacher_on_all_held_out_rows(
     make_store(kit.spec(tmp_path, eval__rows=64), tmp_path / "store")
     measured = open_store(tmp_path / "store").manifest.measured
     corpus = open_corpus(str(kit.corpus), heldout_fraction=0.2)
-    held = tokenize(corpus.heldout.documents, open_tokenizer(kit.teacher))
+    held = tokenize(documents_of(corpus.heldout), open_tokenizer(kit.teacher))
     teacher = load_decoder(kit.teacher)
     rows = [heldout_rows(held, 32, 64)]
     loss, labelled = heldout_loss(teacher.hidden, head_of(teacher), rows, torch.device("cpu"))

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from engine.data.batches import Batch, Batches
 from engine.data.corpus import open_corpus
-from engine.data.tokens import tokenize
 from engine.errors import TrainingFailed
 from engine.formats.tokenizer import open_tokenizer
 from engine.log.events import Note
@@ -41,6 +40,7 @@ from tests.support.finished_runs import carry_out
 from tests.support.kit import Kit
 from tests.support.paths import DEMO
 from tests.support.preparing import make_store
+from tests.support.streams import documents_of, tokenize
 
 CPU = torch.device("cpu")
 # Shapes: N tokens, V vocabulary, D student width, E teacher width, K ids of a token
@@ -71,7 +71,7 @@ def batches_of(spec: RunSpec) -> Batches:
         heldout_fraction=spec.data.heldout_fraction,
         max_bytes=spec.data.max_bytes or None,
     )
-    tokens = tokenize(corpus.train.documents, open_tokenizer(spec.teacher.path))
+    tokens = tokenize(documents_of(corpus.train), open_tokenizer(spec.teacher.path))
     return Batches(
         tokens, seq_len=spec.data.seq_len, rows_per_batch=spec.train.rows, seed=spec.train.seed
     )

@@ -9,7 +9,6 @@ import pytest
 
 from engine.data.batches import Batches, heldout_rows
 from engine.data.corpus import open_corpus
-from engine.data.tokens import tokenize
 from engine.formats.tokenizer import open_tokenizer
 from engine.log.follow import Follower
 from engine.log.text import event_text
@@ -17,6 +16,7 @@ from tests.support.chats import CHATML, conversations, make_tokenizer
 from tests.support.finished_runs import carry_out
 from tests.support.kit import tiny_config
 from tests.support.running import engine_here
+from tests.support.streams import documents_of, tokenize
 
 SEQ_LEN, ROWS, STEPS = 64, 4, 12
 
@@ -71,7 +71,7 @@ def test_a_run_trains_on_what_the_assistant_wrote_and_says_so(spec: Path, tmp_pa
     tokenizer = open_tokenizer(tmp_path / "tokenizer")
     corpus = open_corpus(str(tmp_path / "chats.jsonl"), heldout_fraction=0.2)
     train, held = (
-        tokenize(split.documents, tokenizer, template=template)
+        tokenize(documents_of(split), tokenizer, template=template)
         for split in (corpus.train, corpus.heldout)
     )
     assert train.labelled is not None and view.data is not None

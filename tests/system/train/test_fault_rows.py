@@ -71,6 +71,7 @@ from tests.support.running import (
     wait_for,
     wait_until_ended,
 )
+from tests.support.streams import documents_of
 from tests.support.terminals import Terminal
 
 # Row 7: the machine restarts.
@@ -470,7 +471,7 @@ def test_changed_text_is_refused_on_resume(stopped: Stopped, run: Path, split: s
     corpus, kept = stopped.folder / "corpus", stopped.folder / "kept"
     fraction = load_spec(run / "spec.toml")[0].data.heldout_fraction
     found = open_corpus(str(corpus), heldout_fraction=fraction)
-    documents = (found.train if split == "training" else found.heldout).documents
+    documents = documents_of(found.train if split == "training" else found.heldout)
     shutil.copytree(corpus, kept)
     try:
         for one in documents:

@@ -24,13 +24,14 @@ from engine.train.data import prepare_data
 from engine.train.finish import Outcome, write_receipt
 from engine.train.to_events import nowhere
 from tests.support.kit import Kit
+from tests.support.streams import documents_of
 
 SEQ_LEN, ROWS = 32, 4
 
 
 def heldout_segments(kit: Kit, tokenizer: Tokenizer) -> list[list[int]]:
     """The held-out rows, spread evenly over the text, cut where a document ends: each with the token after it."""
-    documents = open_corpus(str(kit.corpus), heldout_fraction=0.2).heldout.documents
+    documents = documents_of(open_corpus(str(kit.corpus), heldout_fraction=0.2).heldout)
     end = tokenizer.end_of_text_id
     ids = tokenizer.encode_documents([one.text for one in documents])
     tokens = [(number, one) for number, each in enumerate(ids) for one in (*each.tolist(), end)]

@@ -13,10 +13,11 @@ from engine.data.batches import IGNORED, Batches, gather_rows, heldout_rows, lab
 from engine.data.chat import Chat, encode_chats
 from engine.data.conversations import read_conversation
 from engine.data.corpus import Corpus, Document, check_corpus, open_corpus
-from engine.data.tokens import TokenStream, make_stream, tokenize
+from engine.data.tokens import TokenStream
 from engine.errors import CorpusError
 from engine.formats.tokenizer import Tokenizer
 from tests.support.chats import CHATML, QWEN3, STYLES, Style, conversations, make_tokenizer
+from tests.support.streams import documents_of, make_stream, tokenize
 
 SEQ_LEN = 24
 
@@ -51,7 +52,7 @@ def test_labels_of_all_rows_are_what_the_assistants_wrote(
     corpus: Corpus, tokenizer: Tokenizer, style: Style, turns: str
 ) -> None:
     which = "last" if turns == "last" else "all"
-    documents, template = corpus.train.documents, style.template()
+    documents, template = documents_of(corpus.train), style.template()
     stream = tokenize(documents, tokenizer, template=template, turns=which)
     labels, places = labels_of(stream)
     found: dict[int, list[int]] = {}
@@ -103,16 +104,16 @@ def test_conversations_that_are_equal_are_on_one_side_and_change_nothing_else(
     path = tmp_path / "chats.jsonl"
     path.write_text("\n".join(lines))
     before = open_corpus(str(path), heldout_fraction=0.3)
-    sides = [{d.name for d in one.documents} for one in (before.train, before.heldout)]
+    sides = [{d.name for d in documents_of(one)} for one in (before.train, before.heldout)]
     path.write_text(
         "\n".join([*lines, *(json.dumps(json.loads(line), indent=None) for line in lines)])
     )
     after = open_corpus(str(path), heldout_fraction=0.3)
-    assert sides == [{d.name for d in one.documents} for one in (after.train, after.heldout)]
+    assert sides == [{d.name for d in documents_of(one)} for one in (after.train, after.heldout)]
 
 
 def test_the_digest_of_a_stream_is_of_its_labels_too(tokenizer: Tokenizer, corpus: Corpus) -> None:
-    documents, template = corpus.train.documents, QWEN3.template(marks=True)
+    documents, template = documents_of(corpus.train), QWEN3.template(marks=True)
     every = tokenize(documents, tokenizer, template=template)
     last = tokenize(documents, tokenizer, template=template, turns="last")
     assert (every.tokens == last.tokens).all() and every.sha256 != last.sha256

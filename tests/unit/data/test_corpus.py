@@ -17,6 +17,7 @@ from engine.data.left_out import Skipped
 from engine.data.sources import PASSAGE_BYTES, STDLIB, Piece, list_pieces
 from engine.errors import CorpusError
 from tests.support.lacks import needs
+from tests.support.streams import documents_of
 
 FRACTION = 0.3
 
@@ -34,7 +35,9 @@ def numbered(count: int) -> dict[str, str | bytes]:
 
 
 def names(corpus: Corpus) -> tuple[set[str], set[str]]:
-    return {d.name for d in corpus.train.documents}, {d.name for d in corpus.heldout.documents}
+    return {d.name for d in documents_of(corpus.train)}, {
+        d.name for d in documents_of(corpus.heldout)
+    }
 
 
 def refused(source: Path | str, *, fraction: float = FRACTION, max_bytes: int | None = None) -> str:
@@ -70,7 +73,7 @@ def test_place_of_the_folder_does_not_matter(tmp_path: Path) -> None:
     here = open_corpus(write_folder(tmp_path / "a", numbered(20)), heldout_fraction=FRACTION)
     there = open_corpus(write_folder(tmp_path / "b/c", numbered(20)), heldout_fraction=FRACTION)
     for one, other in ((here.train, there.train), (here.heldout, there.heldout)):
-        assert one.documents == other.documents
+        assert documents_of(one) == documents_of(other)
 
 
 def test_larger_fraction_only_moves_documents_out_of_train(tmp_path: Path) -> None:
@@ -83,21 +86,23 @@ def test_larger_fraction_only_moves_documents_out_of_train(tmp_path: Path) -> No
 def test_copies_of_heldout_text_are_dropped_from_train(tmp_path: Path) -> None:
     source = write_folder(tmp_path, numbered(40))
     before = open_corpus(source, heldout_fraction=FRACTION)
-    copied = before.heldout.documents[0]
-    train_name = before.train.documents[0].name
+    copied = documents_of(before.heldout)[0]
+    train_name = documents_of(before.train)[0].name
     write_folder(tmp_path, {train_name: copied.text})
     after = open_corpus(source, heldout_fraction=FRACTION)
     assert len(after.dropped) == 1 and after.beyond_max_bytes == 0
     assert train_name not in names(after)[0]
-    assert not {d.text for d in after.train.documents} & {d.text for d in after.heldout.documents}
-    assert after.heldout.documents == before.heldout.documents
+    assert not {d.text for d in documents_of(after.train)} & {
+        d.text for d in documents_of(after.heldout)
+    }
+    assert documents_of(after.heldout) == documents_of(before.heldout)
 
 
 def test_counts_are_of_the_documents_kept(tmp_path: Path) -> None:
     corpus = open_corpus(write_folder(tmp_path, numbered(30)), heldout_fraction=FRACTION)
     for split in (corpus.train, corpus.heldout):
-        assert split.document_count == len(split.documents)
-        assert split.size_bytes == sum(len(d.text.encode()) for d in split.documents)
+        assert split.document_count == len(documents_of(split))
+        assert split.size_bytes == sum(len(d.text.encode()) for d in documents_of(split))
 
 
 # max_bytes
@@ -114,12 +119,12 @@ def test_max_bytes_bounds_train_and_is_a_subset_of_everything(
     whole = open_corpus(source, heldout_fraction=FRACTION)
     part = open_corpus(source, heldout_fraction=FRACTION, max_bytes=max_bytes)
     again = open_corpus(source, heldout_fraction=FRACTION, max_bytes=max_bytes)
-    assert part.train.documents == again.train.documents
-    assert part.heldout.documents == again.heldout.documents
+    assert documents_of(part.train) == documents_of(again.train)
+    assert documents_of(part.heldout) == documents_of(again.heldout)
     assert part.train.size_bytes <= max_bytes
     assert part.heldout.size_bytes <= max_bytes * FRACTION or part.heldout.document_count == 1
     for kept, every in ((part.train, whole.train), (part.heldout, whole.heldout)):
-        assert set(kept.documents) <= set(every.documents)
+        assert set(documents_of(kept)) <= set(documents_of(every))
     kept_count = part.train.document_count + part.heldout.document_count
     assert kept_count + part.beyond_max_bytes == 60
 
@@ -127,15 +132,15 @@ def test_max_bytes_bounds_train_and_is_a_subset_of_everything(
 def test_one_heldout_document_is_kept_past_its_share(tmp_path: Path) -> None:
     files: dict[str, str | bytes] = {f"{i}.txt": "x" * (100 + i) for i in range(30)}
     corpus = open_corpus(write_folder(tmp_path, files), heldout_fraction=FRACTION, max_bytes=200)
-    every = open_corpus(str(tmp_path), heldout_fraction=FRACTION).heldout.documents
-    assert corpus.heldout.documents == (min(every, key=lambda document: len(document.text)),)
+    every = documents_of(open_corpus(str(tmp_path), heldout_fraction=FRACTION).heldout)
+    assert documents_of(corpus.heldout) == (min(every, key=lambda document: len(document.text)),)
 
 
 def test_max_bytes_below_every_train_document_says_what_would_do(tmp_path: Path) -> None:
     source = write_folder(tmp_path, numbered(30))
     message = refused(source, max_bytes=3)
     smallest = int(re.findall(r"smallest has (\d+) bytes", message)[0])
-    assert open_corpus(source, heldout_fraction=FRACTION, max_bytes=smallest).train.documents
+    assert documents_of(open_corpus(source, heldout_fraction=FRACTION, max_bytes=smallest).train)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, float("nan")])
@@ -295,7 +300,7 @@ def test_text_file_is_split_into_passages(tmp_path: Path) -> None:
     path.write_text("".join(f"Paragraph {i} {'word ' * 100}\n\n" for i in range(500)))
     corpus = open_corpus(str(path), heldout_fraction=0.2)
     assert corpus.heldout.document_count > 1
-    for document in corpus.train.documents:
+    for document in documents_of(corpus.train):
         assert document.name.startswith("book.txt#")
         assert document.text.startswith("Paragraph ") and document.text.endswith("\n\n")
     assert corpus.train.size_bytes + corpus.heldout.size_bytes == path.stat().st_size
@@ -334,7 +339,7 @@ def test_json_lines_become_documents_and_blank_lines_do_not(tmp_path: Path) -> N
     lines: list[str | bytes] = [json.dumps({"id": i, "text": t}) for i, t in enumerate(texts)]
     path = write_lines(tmp_path / "a.jsonl", ["", *lines, "  \r", '{"text": ""}'])
     corpus = open_corpus(str(path), heldout_fraction=FRACTION)
-    documents = corpus.train.documents + corpus.heldout.documents
+    documents = documents_of(corpus.train) + documents_of(corpus.heldout)
     assert sorted(d.text for d in documents) == sorted(texts)
     assert corpus.skipped == (Skipped(name="a.jsonl line 33", reason='empty "text"'),)
 
@@ -396,7 +401,7 @@ def test_standard_library_is_split_and_disjoint() -> None:
     assert train and heldout and not train & heldout
     assert corpus.beyond_max_bytes > 0
     root = Path(sysconfig.get_path("stdlib"))
-    for document in (*corpus.train.documents[:5], *corpus.heldout.documents):
+    for document in (*documents_of(corpus.train)[:5], *documents_of(corpus.heldout)):
         assert (root / document.name).read_bytes() == document.text.encode()
 
 

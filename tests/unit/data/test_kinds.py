@@ -22,6 +22,7 @@ from engine.data.corpus import check_corpus, open_corpus
 from engine.data.left_out import Skipped
 from engine.data.sources import column_names, list_pieces
 from engine.errors import CorpusError
+from tests.support.streams import documents_of
 
 TEXTS: list[dict[str, Any]] = [
     {"id": i, "text": f"text {i} é😀\r\n" * (i % 7 + 1)} for i in range(60)
@@ -94,7 +95,7 @@ def make(root: Path, name: str, content: bytes) -> Path:
 def found_in(source: Path | str, columns: tuple[str, ...] = ()) -> dict[str, str]:
     """The documents by name, as a corpus has them."""
     corpus = open_corpus(str(source), heldout_fraction=0.3, columns=columns)
-    return {one.name: one.text for one in corpus.train.documents + corpus.heldout.documents}
+    return {one.name: one.text for one in documents_of(corpus.train) + documents_of(corpus.heldout)}
 
 
 def refused(source: Path | str, columns: tuple[str, ...] = (), *, where: Path | None = None) -> str:
@@ -118,8 +119,8 @@ def test_every_kind_has_the_same_documents(tmp_path: Path, name: str) -> None:
     )
     path = make(tmp_path, name, KINDS[name](TEXTS))
     corpus = open_corpus(str(path), heldout_fraction=0.3, max_bytes=900)
-    assert corpus.train.documents == reference.train.documents
-    assert corpus.heldout.documents == reference.heldout.documents
+    assert documents_of(corpus.train) == documents_of(reference.train)
+    assert documents_of(corpus.heldout) == documents_of(reference.heldout)
     assert corpus.beyond_max_bytes == reference.beyond_max_bytes > 0
     assert not check_corpus(str(path))
 

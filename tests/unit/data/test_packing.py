@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from engine.data.batches import IGNORED, Batches, gather_rows
-from engine.data.packing import WINDOW, pack
-from engine.data.tokens import TokenStream, make_stream, starts_of
+from engine.data.packing import WINDOW
+from engine.data.tokens import TokenStream, starts_of
+from tests.support.streams import make_stream, pack
 
 PADDING = 7
 LENGTHS = [

@@ -17,11 +17,10 @@ from engine import limits
 from engine.data.conversations import LONE_SURROGATE, read_conversation
 from engine.data.corpus import Corpus, check_corpus, open_corpus
 from engine.data.records import TEXT_NOT_READ
-from engine.data.token_cache import COPY, Recipe, load_tokens
-from engine.data.tokens import Encoder, tokenize
 from engine.errors import CorpusError
 from engine.formats.tokenizer import Tokenizer
 from tests.support.chats import CHATML, make_tokenizer
+from tests.support.streams import documents_of, tokenize
 
 USER = {"role": "user", "content": "Hi"}
 ANSWER = {"role": "assistant", "content": "Hello"}
@@ -146,7 +145,7 @@ def test_a_list_of_records_leaves_out_the_same(tmp_path: Path, name: str) -> Non
 def test_what_is_not_read_of_a_record_has_no_fault(tmp_path: Path, record: str) -> None:
     corpus = opened(tmp_path / "c.jsonl", [*good(20), record])
     assert not corpus.faults
-    documents = corpus.train.documents + corpus.heldout.documents
+    documents = documents_of(corpus.train) + documents_of(corpus.heldout)
     assert len(documents) == 21
 
 
@@ -297,7 +296,7 @@ def test_maps_of_arrow_are_objects(tmp_path: Path) -> None:
     table = pyarrow.table({"messages": pyarrow.array(rows, type=column)})
     pyarrow.parquet.write_table(table, tmp_path / "c.parquet")
     corpus = open_corpus(str(tmp_path / "c.parquet"), heldout_fraction=0.3)
-    message = json.loads(corpus.train.documents[0].text)["messages"][1]
+    message = json.loads(documents_of(corpus.train)[0].text)["messages"][1]
     assert message["tool_calls"][0]["function"]["arguments"] == {"city": "Rome"}
 
 
@@ -369,51 +368,6 @@ def test_a_name_of_role_and_content_alone_is_what_it_was() -> None:
     assert called.name == "chat-eb0d19671d1edf01"
 
 
-@pytest.mark.parametrize("packing", ["stream", "documents"])
-def test_copies_by_their_tokens_are_not_on_both_sides(
-    tmp_path: Path, tokenizer: Tokenizer, packing: str
-) -> None:
-    """A template that trims makes one text of contents that differ in white space."""
-    lines = [
-        chat({"role": "user", "content": f"{n} or more?" + " " * copy}, ANSWER)
-        for n in range(40)
-        for copy in range(1 + n % 2)
-    ]
-    path = tmp_path / "c.jsonl"
-    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
-    text = CHATML.plain.replace("message.content", "(message.content | trim)")
-    template = CHATML.template(text=text)
-    recipe = Recipe(
-        source=str(path),
-        include_tests=False,
-        columns=(),
-        heldout_fraction=0.3,
-        max_bytes=None,
-        encoder=Encoder(tokenizer=tokenizer, template=template),
-        packing=packing,
-        seq_len=64,
-    )
-    corpus = open_corpus(str(path), heldout_fraction=0.3)
-    sides = [
-        {tuple(tokenize([one], tokenizer, template=template).tokens.tolist()): one for one in side}
-        for side in (corpus.train.documents, corpus.heldout.documents)
-    ]
-    both = sides[0].keys() & sides[1].keys()
-    assert both
-    found = load_tokens(recipe, root=tmp_path / "cache")
-    (left_out,) = found.train.left_out
-    assert left_out.reason == COPY and left_out.count == len(both)
-    one, other = left_out.example.split(" is ")
-    numbers = [int(name.removeprefix("c.jsonl line ")) - 1 for name in (one, other)]
-    first, second = (lines[number]["messages"][0]["content"] for number in numbers)
-    assert first != second and first.strip() == second.strip()
-    trained = {
-        tuple(found.train.tokens[a:b].tolist())
-        for a, b in zip(found.train.starts, found.train.starts[1:], strict=False)
-    }
-    assert not trained & sides[1].keys()
-
-
 def test_a_text_without_a_place_to_cut_costs_itself_alone(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -422,7 +376,7 @@ def test_a_text_without_a_place_to_cut_costs_itself_alone(
     long = {"role": "user", "content": "x" * 4000}
     lines = [*good(20), json.dumps(chat(long, ANSWER)), json.dumps({"text": "y" * 5000})]
     corpus = opened(tmp_path / "c.jsonl", lines)
-    documents = corpus.train.documents + corpus.heldout.documents
+    documents = documents_of(corpus.train) + documents_of(corpus.heldout)
     stream = tokenize(documents, tokenizer, template=CHATML.template())
     (found,) = stream.left_out
     assert found.count == 2 and found.example in ("c.jsonl line 21", "c.jsonl line 22")

@@ -22,12 +22,13 @@ import pytest
 from engine.data import token_cache
 from engine.data.batches import Batches
 from engine.data.corpus import Corpus, Document, open_corpus
-from engine.data.packing import PACKINGS, pack
+from engine.data.packing import PACKINGS
 from engine.data.token_cache import Recipe, Tokens, load_tokens
-from engine.data.tokens import Encoder, TokenStream, tokenize
+from engine.data.tokens import Encoder, TokenStream
 from engine.errors import CorpusError, DiskFull, RunLogError
 from engine.formats.tokenizer import Tokenizer
 from tests.support.chats import CHATML, make_tokenizer
+from tests.support.streams import documents_of, pack, tokenize
 
 SEQ_LEN = 24
 
@@ -127,7 +128,7 @@ def test_tokens_of_the_cache_are_those_that_are_made_in_memory(
         assert found.documents[0] == split.train.document_count
         assert found.documents[1] == split.heldout.document_count
         for side, stream in ((split.train, found.train), (split.heldout, found.heldout)):
-            whole = tokenize(side.documents, tokenizer, template=CHATML.template())
+            whole = tokenize(documents_of(side), tokenizer, template=CHATML.template())
             assert_equal(stream, pack(whole, SEQ_LEN, packing, tokenizer.padding_id))
 
 
@@ -140,7 +141,7 @@ def test_copies_are_counted_and_named_from_the_cache_too(
         (folder / f"{n}.txt").write_text(f"text {n} " * 9)
     split = open_corpus(str(folder), heldout_fraction=0.3)
     held, train = (
-        [folder / one.name for one in side.documents] for side in (split.heldout, split.train)
+        [folder / one.name for one in documents_of(side)] for side in (split.heldout, split.train)
     )
     for path in (train[2], train[5]):
         path.write_text(held[0].read_text())

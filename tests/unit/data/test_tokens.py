@@ -9,9 +9,10 @@ import pytest
 
 from engine.data.corpus import Document, open_corpus
 from engine.data.sources import STDLIB
-from engine.data.tokens import make_stream, starts_of, tokenize
+from engine.data.tokens import starts_of
 from engine.errors import TokenizerError
 from engine.formats.tokenizer import Tokenizer, open_tokenizer
+from tests.support.streams import documents_of, make_stream, tokenize
 from tests.support.train_tokenizer import train_bpe
 
 DOCUMENTS = [
@@ -95,7 +96,7 @@ def test_tokenizer_without_end_of_text_is_refused(tokenizer: Tokenizer, tmp_path
 
 
 def test_standard_library_comes_back_from_its_stream(tokenizer: Tokenizer) -> None:
-    documents = open_corpus(STDLIB, heldout_fraction=0.08, max_bytes=100_000).train.documents
+    documents = documents_of(open_corpus(STDLIB, heldout_fraction=0.08, max_bytes=100_000).train)
     stream = tokenize(documents, tokenizer)
     for i, document in enumerate(documents):
         assert (

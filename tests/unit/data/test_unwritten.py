@@ -15,9 +15,10 @@ from engine.data.chat_template import ChatTemplate
 from engine.data.conversations import read_conversation
 from engine.data.corpus import open_corpus
 from engine.data.left_out import Skipped
-from engine.data.tokens import Encoder, tokenize
+from engine.data.tokens import Encoder
 from engine.formats.tokenizer import Tokenizer
 from tests.support.chats import CHATML, LLAMA3, MISTRAL, QWEN3, make_tokenizer
+from tests.support.streams import documents_of, tokenize
 
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 LOOP = "{% for m in messages %}"
@@ -331,7 +332,7 @@ def test_remarks_are_counted_with_the_first_line(tokenizer: Tokenizer, tmp_path:
     corpus = open_corpus(str(path), heldout_fraction=0.3)
     # The prompt's line end and those of the answer are one token.
     encoder = Encoder(tokenizer=tokenizer, template=CHATML.template())
-    stream = tokenize(corpus.train.documents, tokenizer, template=encoder.template)
+    stream = tokenize(documents_of(corpus.train), tokenizer, template=encoder.template)
     straddling = [one for one in stream.remarks if one.reason == STRADDLING]
     assert [one.count for one in straddling] == [corpus.train.document_count]
     assert straddling[0].example.startswith("c.jsonl line ")

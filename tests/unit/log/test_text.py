@@ -490,7 +490,7 @@ def test_what_a_run_trains_on_is_told_with_what_was_left_out() -> None:
     )
     told = "\n".join(data_lines(RunView(data=copied)))
     assert "copies     9 of them, of held-out text: a.py, b.py, ...\n" in told
-    assert "repeated   3 training documents have the same tokens as an earlier one" in told
+    assert "repeated   3 training documents repeat an earlier one" in told
     assert "copies" not in "\n".join(lines) and "skipped 12 files; copies 9 of them" in event_text(
         copied
     )

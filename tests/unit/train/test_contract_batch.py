@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.data.batches import IGNORED, Batches
-from engine.data.tokens import make_stream, starts_of
+from engine.data.tokens import starts_of
 from engine.models.config import ModelConfig
 from engine.models.load import new_decoder
 from engine.spec import LossSection, TrainSection
 from engine.train.trainer import Trainer
 from tests.support.kit import tiny_config
+from tests.support.streams import make_stream
 
 SEQ_LEN = 12
 TRAIN = TrainSection(

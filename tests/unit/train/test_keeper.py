@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.data.batches import Batches
-from engine.data.tokens import make_stream, starts_of
+from engine.data.tokens import starts_of
 from engine.log.events import CheckpointSaved, StepDone
 from engine.log.folder import RunFolder
 from engine.log.view import RunView
@@ -24,6 +24,7 @@ from engine.train.checkpoint import keeper as keepers
 from engine.train.checkpoint.keeper import Keeper
 from engine.train.trainer import Trainer
 from tests.support.kit import tiny_config
+from tests.support.streams import make_stream
 
 ROWS, ROWS_PER_EPOCH = 3, 10
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.data.batches import gather_rows
-from engine.data.tokens import TokenStream, make_stream, starts_of
+from engine.data.tokens import TokenStream, starts_of
 from engine.machine.host import Host
 from engine.machine.reading import measured
 from engine.models.config import ModelConfig
@@ -21,6 +21,7 @@ from engine.spec import LossSection, TrainSection
 from engine.train import to_events
 from engine.train.trainer import Trainer
 from tests.support.kit import tiny_config
+from tests.support.streams import make_stream
 
 SEQ_LEN = 8
 

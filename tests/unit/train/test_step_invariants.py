@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engine.data.batches import Batches
-from engine.data.tokens import make_stream, starts_of
+from engine.data.tokens import starts_of
 from engine.errors import TrainingFailed
 from engine.log.events import StepDone
 from engine.log.folder import create_run
@@ -30,6 +30,7 @@ from engine.train.ranks.sharding import check_same_weights
 from engine.train.step import broken_invariants
 from engine.train.trainer import Trainer
 from tests.support.kit import tiny_config
+from tests.support.streams import make_stream
 
 
 def _steps(*, accumulation: int = 2, teacher: bool = True) -> list[StepDone]:

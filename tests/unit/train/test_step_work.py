@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from engine.data import batches as rows_of_text
 from engine.data.batches import Batches, heldout_rows, labelled_rows
-from engine.data.tokens import TokenStream, make_stream, starts_of
+from engine.data.tokens import TokenStream, starts_of
 from engine.log.events import DataReady
 from engine.models.config import ModelConfig
 from engine.models.load import new_decoder
@@ -32,6 +32,7 @@ from engine.train.checkpoint.write import FileCalls
 from engine.train.heldout import heldout_loss
 from engine.train.trainer import Trainer
 from tests.support.kit import tiny_config
+from tests.support.streams import make_stream
 
 
 def stream_of(tokens: int, document: int = 40) -> TokenStream:
