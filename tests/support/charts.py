@@ -17,7 +17,7 @@ def chart_of(traces: Sequence[Trace], x_name: str = "step") -> Chart:
         low=min(xs, default=0.0),
         high=max(xs, default=1.0),
         lines=tuple(
-            Line(trace=t, slot=n, value=t.last, named=True, letter=letter)
+            Line(trace=t, slot=n, letter=letter)
             for n, (t, letter) in enumerate(zip(traces, letters, strict=False))
         ),
         x_name=x_name,

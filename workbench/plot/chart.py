@@ -70,11 +70,7 @@ class Line:
     slot: int
     """The index of its colour."""
     letter: str = ""
-    """Drawn on the line, and before its value in the legend."""
-    named: bool = False
-    """Whether the legend has its name after the letter."""
-    value: float | None = None
-    """The value in the legend."""
+    """Drawn on the line, and before its name in the legend."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +155,6 @@ class Chart:
     log_y: bool = False
     x_name: str = "step"
     x_text: Callable[[float], str] = number_text
-    y_text: Callable[[float | None], str] = format_value
     ticks: Callable[[float, float, int], Sequence[float]] | None = None
     """Chooses about `count` x in [low, high] to label; None for round numbers."""
 
@@ -256,20 +251,15 @@ class _Drawing:
         if chart.title:
             return [(Span(chart.title, "legend"), Span("", "legend")), *items]
         items += [(Span("", "note"), Span(chart.note, "note"))] if chart.note else []
-        for line in chart.lines if any(line.letter for line in chart.lines) else self.lines:
-            form, role = glyphs.traces[line.slot], f"trace{line.slot}"
-            if line.letter:
-                value_text = "no value" if line.value is None else chart.y_text(line.value)
-                words = f" {line.trace.name} {value_text}" if line.named else f" {value_text}"
-                form = f"{line.letter} {form}"
-            else:
-                words = f" {line.trace.name} {chart.y_text(line.value)}"
-            items.append((Span(form, role), Span(words, "legend")))
+        for line in self.lines:
+            form = f"{line.letter} {glyphs.traces[line.slot]}".lstrip()
+            words = f" {line.trace.name} {format_value(line.trace.last)}"
+            items.append((Span(form, f"trace{line.slot}"), Span(words, "legend")))
         for level in self.levels:
             where, y = "", level.height(chart.log_y)
             if self.span is not None and not self.span[0] <= y <= self.span[1]:
                 where = f" {glyphs.above if y > self.span[1] else glyphs.below}"
-            words = f" {level.name} {chart.y_text(level.y)}{where}"
+            words = f" {level.name} {format_value(level.y)}{where}"
             items.append((Span(glyphs.level * 2, "level"), Span(words, "legend")))
         return items
 

@@ -1,8 +1,7 @@
-"""Several charts of the same lines side by side, with one legend above them.
+"""Several charts of the same lines side by side, each with its title.
 
-A ⣤⣤ lr1e-3  B ⠤ ⠤ lr4e-3                   the legend of all
 loss                  held-out
-  6 ┤⡇                  6 ┤⡇                 a chart in each cell, with its title
+  6 ┤⡇                  6 ┤⡇
   4 ┤ ⠱⣀                4 ┤ ⠱⣀
     └┬────────            └┬────────
 step 0                step 0
@@ -13,15 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from workbench.plot.canvas import Row, Span, fit
-from workbench.plot.chart import Chart, dots_of, legend_rows, render_chart
+from workbench.plot.chart import Chart, dots_of, render_chart
 
 MIN_WIDTH, MIN_HEIGHT = 34, 7
 """The smallest cell in which a curve has a shape."""
 ASPECT = 4.0
 """Width over height, in characters, of the cell that is liked best."""
 GAP = 1
-
-Legend = Sequence[tuple[Span, Span]]
 
 
 def shape_of(count: int, width: int, height: int) -> tuple[int, int]:
@@ -54,27 +51,20 @@ def grid_dots(columns: int, width: int, *, ascii_only: bool) -> int:
     return dots_of(cell_width(columns, width), ascii_only=ascii_only)
 
 
-def legend_height(legend: Legend, width: int, height: int) -> int:
-    """Return how many rows a legend takes above charts: as many as it needs, but no more than a quarter."""
-    return len(legend_rows(legend, width, max(1, height // 4))) if legend else 0
-
-
 def render_grid(
     charts: Sequence[Chart],
     columns: int,
-    legend: Legend,
     width: int,
     height: int,
     *,
     ascii_only: bool,
 ) -> list[Row]:
-    """Draw the charts row by row in cells of one size, below the legend."""
+    """Draw the charts row by row in cells of one size, on `height` rows."""
     if width <= 0 or height <= 0:
         return []
-    head = legend_rows(legend, width, legend_height(legend, width, height)) if legend else []
     lines = max(1, -(-len(charts) // columns))
     cell = cell_width(columns, width)
-    drawn = [*head]
+    drawn: list[Row] = []
     for line in range(lines):
         # The rows that are left over go to the upper cells.
         left = height - len(drawn)

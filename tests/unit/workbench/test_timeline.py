@@ -47,7 +47,7 @@ def lines_of(
     low, high = table.value("step", 0) or 0.0, table.last("step") or 1.0
     dots = dots_of(width, ascii_only=ascii_only)
     loss, pace = window_traces(table, ("loss", "step_s"), low, high, dots, gap=1.5)
-    lines = (Line(trace=loss, slot=0, value=loss.last),)
+    lines = (Line(trace=loss, slot=0),)
     signs = signs_of(marks, ascii_only=ascii_only)
     bands = (Band(trace=pace, name="step time", y_text=format_seconds, clip=True),)
     chart = Chart(low=low, high=high, lines=lines, bands=bands, signs=signs, **fields)  # type: ignore[arg-type]

@@ -25,15 +25,12 @@ from workbench.compared import (
     axis_text,
     differences,
 )
-from workbench.plot.canvas import ASCII, UNICODE, Span
 from workbench.plot.chart import Chart, Line
-from workbench.plot.grid import Legend
 from workbench.plot.series import SERIES, series_style
 from workbench.tui.context import Context
-from workbench.tui.names import distinct_names
 from workbench.tui.run_lines import HeadedRun, heading_lines, result_lines, setting_lines
 from workbench.tui.screens.polling import Polled, PollingScreen
-from workbench.tui.widgets.chart_grid import ChartGrid
+from workbench.tui.widgets.chart_view import ChartGrid
 from workbench.tui.widgets.key_bar import KeyBar
 from workbench.tui.widgets.pane_tabs import PaneTabs, pane_keys
 from workbench.tui.widgets.text_pane import TextPane
@@ -45,8 +42,6 @@ GRID, SINGLE = (100, 30), 18
 plot and one other pane are shown."""
 FAR = 10
 """Columns of dots that the cursor moves with shift or comma and full stop."""
-NAME = 8
-"""Minimum width of a name in the legend of a grid, in cells."""
 ENOUGH = 4
 """Number of charts that must fit next to each other for the grid to be the default; else one large chart is shown."""
 
@@ -171,10 +166,8 @@ class CompareScreen(PollingScreen):
         if comparison is None:
             return
         axis, plot = AXES[self._axis], self.query_one("#plot", ChartGrid)
-        legend = self._legend(comparison, plot.size.width)
-        metrics, columns = self._shown_metrics(comparison, plot, legend)
+        metrics, plot.columns = self._shown_metrics(comparison, plot)
         is_grid = len(metrics) > 1
-        plot.columns, plot.legend = columns, legend if is_grid else ()
         count_words = f"{len(metrics)} of {len(comparison.metrics())} metrics"
         title = f"1 {count_words if is_grid else metrics[0].name} by {axis}"
         plot.border_title = f"{title}{', log y' if self._log_y else ''}"
@@ -189,11 +182,11 @@ class CompareScreen(PollingScreen):
         return self._metric if self._metric in metrics else metrics[0]
 
     def _shown_metrics(
-        self, comparison: Comparison, plot: ChartGrid, legend: Legend
+        self, comparison: Comparison, plot: ChartGrid
     ) -> tuple[tuple[Metric, ...], int]:
         """Return the metrics that are drawn, the chosen one among them, and in how many columns."""
         metrics, chosen = comparison.metrics(), self._chosen(comparison)
-        columns, rows = plot.shape(len(metrics), legend)
+        columns, rows = plot.shape(len(metrics))
         fit = columns * rows
         wants = self._wants_grid
         if not (fit >= min(ENOUGH, len(metrics)) if wants is None else wants):
@@ -203,29 +196,13 @@ class CompareScreen(PollingScreen):
         shown = metrics[min(first, max(0, len(metrics) - fit)) :][:fit]
         return shown, columns if len(shown) > 1 else 1
 
-    def _legend(self, comparison: Comparison, width: int) -> Legend:
-        """Return the letter, form and name of each run, for all charts."""
-        glyphs = ASCII if self.context.ascii_only else UNICODE
-        runs = comparison.runs
-        room = width // len(runs) - NAME
-        names = distinct_names([x.snapshot.run.name for x in runs], max(NAME, room))
-        return tuple(
-            (
-                Span(
-                    f"{series_style(run.slot).letter} {glyphs.traces[run.slot]}", f"trace{run.slot}"
-                ),
-                Span(f" {name}", "legend"),
-            )
-            for run, name in zip(runs, names, strict=True)
-        )
-
     def _chart(self, comparison: Comparison, metric: Metric, dots: int, is_cell: bool) -> Chart:
-        """Return a metric of every run over the axis; with a cursor, the legend shows the values there."""
+        """Return a metric of every run over the axis."""
         axis = AXES[self._axis]
         low, high = comparison.extent(metric, axis) or (0.0, 1.0)
         mark = "*" if is_cell and metric == self._chosen(comparison) else ""
         return Chart(
-            title=f"{metric.name}{mark}" if is_cell else "",
+            title=f"{metric.name}{mark}",
             low=low,
             high=high,
             lines=tuple(
@@ -233,7 +210,6 @@ class CompareScreen(PollingScreen):
                     slot=run.slot,
                     letter=series_style(run.slot).letter,
                     trace=run.trace(metric, axis, low, high, dots),
-                    value=self._value(run, metric),
                 )
                 for run in comparison.runs
             ),
@@ -241,7 +217,6 @@ class CompareScreen(PollingScreen):
             log_y=self._log_y,
             x_name=axis,
             x_text=lambda x: axis_text(axis, x),
-            y_text=metric.text,
         )
 
     def _value(self, run: Compared, metric: Metric) -> float | None:

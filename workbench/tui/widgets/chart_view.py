@@ -1,4 +1,4 @@
-"""A widget that draws a chart of `workbench.plot`."""
+"""Widgets that draw one chart of `workbench.plot`, or several in a grid."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from textual.widget import Widget
 from engine.log.view import RunView
 from workbench.plot.canvas import Row
 from workbench.plot.chart import Chart, dots_of, render_chart
+from workbench.plot.grid import grid_dots, render_grid, shape_of
 from workbench.plot.series import series_style
 
 
@@ -109,3 +110,28 @@ class ChartView(Widget):
 def _differ(a: object, b: object) -> bool:
     """Compare by identity, because views and charts are long."""
     return a is not b and (isinstance(a, RunView | Chart) or a != b)
+
+
+class ChartGrid(ChartView):
+    """Draws its charts in `columns`."""
+
+    charts: reactive[tuple[Chart, ...]] = reactive((Chart(),))
+    columns: reactive[int] = reactive(1)
+
+    @property
+    def dots(self) -> int:
+        """Return the number of buckets that each of its charts can show."""
+        return grid_dots(self.columns, self.size.width, ascii_only=self._ascii_only)
+
+    def shape(self, count: int) -> tuple[int, int]:
+        """Return the columns and rows in which it can show as many of `count` charts as fit."""
+        return shape_of(count, *self.size)
+
+    def redraw_key(self) -> tuple[object, ...]:
+        return *self.charts, self.columns
+
+    def current_chart(self) -> Chart:
+        return self.charts[0]
+
+    def rows(self, chart: Chart) -> list[Row]:
+        return render_grid(self.charts, self.columns, *self.size, ascii_only=self._ascii_only)

@@ -183,16 +183,13 @@ class TimelinePane(ChartView, can_focus=True):
         if on_top == "held-out":
             points = heldout_points(view, low, high)
             trace = points_of("held-out", [(point.x, point.y) for point in points])
-            line = Line(trace=trace, slot=0, value=trace.last)
+            line = Line(trace=trace, slot=0)
             return (line,), points, (Band(trace=loss, name="training loss"),)
         if on_top == "training":
             name = "loss" if self._is_watched else "training loss"
-            return (Line(trace=replace(loss, name=name), slot=0, value=loss.last),), (), ()
+            return (Line(trace=replace(loss, name=name), slot=0),), (), ()
         parts = [trace for trace in traces if not trace.is_empty]
-        lines = (
-            Line(trace=t, slot=n, value=t.last, letter=LETTERS[t.name], named=True)
-            for n, t in enumerate(parts)
-        )
+        lines = (Line(trace=t, slot=n, letter=LETTERS[t.name]) for n, t in enumerate(parts))
         return tuple(lines), (), ()
 
     def _lanes(self, view: RunView, low: float, high: float) -> tuple[LaneRow, ...]:

@@ -215,7 +215,7 @@ def line(slot: int, *ys: float | None, gap: float = math.inf, xs: tuple[float, .
         value = None if bad else y
         buckets.append(Bucket(x_first=x, x_last=x, low=value, high=value, non_finite=bad))
     trace = Trace(name="run", buckets=tuple(buckets), last=1.0, gap=gap)
-    return Line(slot=slot, letter=SERIES[slot].letter, trace=trace, value=1.0)
+    return Line(slot=slot, letter=SERIES[slot].letter, trace=trace)
 
 
 def drawn(*lines: Line, ascii_only: bool = True, **changes: object) -> list[str]:

@@ -74,7 +74,7 @@ def low_line(**changes: object) -> Chart:
         for x in range(60)
     ]
     trace = Trace(name="loss", buckets=tuple(buckets), last=2.5)
-    chart = Chart(low=0.0, high=59.0, lines=(Line(trace=trace, slot=0, value=2.5),), signs=())
+    chart = Chart(low=0.0, high=59.0, lines=(Line(trace=trace, slot=0),), signs=())
     return replace(chart, **changes)  # type: ignore[arg-type]
 
 

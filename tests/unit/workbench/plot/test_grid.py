@@ -1,4 +1,4 @@
-"""Several charts in one pane: as many as fit, in cells of one size, under one legend."""
+"""Several charts in one pane: as many as fit, in cells of one size."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from dataclasses import replace
 import pytest
 
 from tests.support.charts import chart_of
-from workbench.plot.canvas import Span, plain
+from workbench.plot.canvas import plain
 from workbench.plot.chart import Chart
 from workbench.plot.grid import render_grid, shape_of
 from workbench.traces import points_of
-
-LEGEND = ((Span("A #", "trace0"), Span(" alpha", "legend")),)
 
 
 def chart(title: str) -> Chart:
@@ -30,20 +28,19 @@ CHARTS = tuple(chart(name) for name in ("loss", "held-out", "step time", "tokens
 def test_a_grid_has_the_rows_and_the_width_it_is_given(
     width: int, height: int, columns: int
 ) -> None:
-    rows = plain(render_grid(CHARTS, columns, LEGEND, width, height, ascii_only=True))
+    rows = plain(render_grid(CHARTS, columns, width, height, ascii_only=True))
     assert {len(row) for row in rows} <= {width}
     assert len(rows) == (height if width else 0)
 
 
-def test_every_chart_has_its_title_and_the_legend_is_there_once() -> None:
-    rows = plain(render_grid(CHARTS, 2, LEGEND, 100, 24, ascii_only=True))
+def test_every_chart_has_its_title() -> None:
+    rows = plain(render_grid(CHARTS, 2, 100, 24, ascii_only=True))
     words = Counter(" ".join(rows).split())
-    assert words["alpha"] == 1
     assert all(words[name] == 1 for name in ("loss", "held-out", "tokens/s"))
 
 
 def test_what_is_not_finite_is_told_behind_the_title() -> None:
-    rows = plain(render_grid(CHARTS[:1], 1, (), 60, 10, ascii_only=True))
+    rows = plain(render_grid(CHARTS[:1], 1, 60, 10, ascii_only=True))
     assert rows[0].split() == ["loss", "X", "not", "finite:", "2"]
 
 
