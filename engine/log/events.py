@@ -179,11 +179,9 @@ class ScriptEnded(Event, frozen=True, kw_only=True, tag="script_ended"):
 
 
 class Worked(Event, frozen=True, kw_only=True, tag="worked"):
-    """Batches and counters of a step of a watched script, in a run of an experiment about a failure."""
+    """Rows and counters of a step of a watched script, in a run of an experiment about a failure."""
 
     step: Count
-    batches: list[str] = []
-    """Number of each batch in the epoch of its loader, and a digest of its samples."""
     counters: dict[str, Whole] = {}
     """Integers of the script's functions that were running, by function and name."""
     failed: bool = False

@@ -196,7 +196,7 @@ def _event_text(event: AnyEvent) -> str:
         case StepDone():
             return step_text(event)
         case Worked():
-            return f"step {event.step} worked on {', '.join(event.batches) or 'unknown batches'}"
+            return f"step {event.step} worked on {len(event.called)} rows"
         case Recorded():
             return f"recorded {event.tensor} of step {event.step} and one token's hidden states"
         case Logged():

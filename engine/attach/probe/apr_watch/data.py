@@ -10,7 +10,7 @@ import sys
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from .parameters import FACT, PASS, SUSPICION, Line
@@ -312,11 +312,6 @@ def fingerprint_of(torch: Any, batch: Any) -> Any:
             rows = rows[:: -(-len(rows) // _ROWS)].flatten(1)
         pieces.append(_bytes_of(torch, rows[..., :_WIDTH]))
     return pieces if sum(map(len, pieces)) >= _BYTES else None
-
-
-def name_of(rows: Sequence[str]) -> str:
-    """Return a digest of all rows and the digest of the last row, from their `digests_of`; empty without rows."""
-    return f"{zlib.crc32(''.join(rows).encode()):08x}.{rows[-1]}" if rows else ""
 
 
 def digests_of(torch: Any, batch: Any) -> list[str]:

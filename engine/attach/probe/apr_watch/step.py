@@ -263,11 +263,7 @@ class Steps:
         if "data" not in self._clock.running:
             loader_pass = self.identities.passes.yielded(iterator)
             at = getattr(iterator, "_num_yielded", None)
-            name = (
-                self._work.batch(iterator, loader_pass.index, batch)
-                if self._work.is_on
-                else _NO_BATCH
-            )
+            name = self._work.batch(loader_pass.index, batch) if self._work.is_on else _NO_BATCH
             rows = self._batches.fetched(loader_pass, at, batch, name)
             self.identities.batch_fetched(loader_pass, batch, rows)
 
@@ -283,7 +279,7 @@ class Steps:
             self.identities.no_batch(iterator)
             self._write_identities()
         elif loader_pass is not None and loader_pass.feeds and self._work.is_on:
-            self._missed = self._work.batch(iterator, loader_pass.next_index(), fetched=False)
+            self._missed = self._work.batch(loader_pass.next_index())
 
     # Backward.
 

@@ -1,10 +1,8 @@
-"""Batches and loop counters of each step of a script, in a run of an experiment.
+"""Rows and loop counters of each step of a script, in a run of an experiment.
 
 Both runs of a pair write them, so that `engine.log.work` finds a step that one of the runs leaves out. Other runs do
-not write them. A batch is named by its number in the pass over its loader and a digest of the samples that the
-sampler asked for; of a stream, which has no sampler, a digest of its rows. If no loader feeds the training, a batch
-is the first tensor that the model is called with. Rows on the host are also recorded one by one: those of the loader,
-those that the model is trained on, and those that it is called with without gradients.
+not write them. Rows on the host are recorded one by one: those of the loader, those that the model is trained on, and
+those that it is called with without gradients.
 """
 
 from __future__ import annotations
@@ -15,21 +13,18 @@ import opcode
 import os
 import sys
 import weakref
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType, ModuleType
 from typing import Any, NamedTuple
 
-from .data import digests_of, indices_of, name_of, parts_of, pieces_of
+from .data import digests_of, indices_of, parts_of, pieces_of
 from .places import Places, visible
 from .settings import SEED_BY
 
 _COUNTERS, _FRAMES = 256, 64
 _LARGEST = 1 << 53
 """Bound of a counter: larger integers are hashes."""
-_STREAM = {type(None)}
-"""Types of the indices that a stream is asked for."""
 _ASKS = f"{__package__}.questions"
 _LISTED = 4096
 """Maximum number of rows of a step that are recorded one by one."""
@@ -43,7 +38,6 @@ _RAISE = opcode.opmap["RAISE_VARARGS"]
 class Batch(NamedTuple):
     """A batch of a loader; empty in runs that are not of an experiment."""
 
-    name: str = ""
     asked: tuple[int, ...] = ()
     """Samples that the sampler asked for, where they have numbers."""
     rows: tuple[str, ...] = ()
@@ -58,11 +52,10 @@ class Work:
         """Whether this is a run of an experiment."""
         self._places = places
         self._is_script: dict[CodeType, bool] = {}
-        self._calls: list[str] = []
-        """Rows that the model was called with since the last step."""
         self._rows = 0
-        """Count of these rows."""
-        self._number, self._latest = 0, ""
+        """Number of rows on the host that the model was called with since the last step."""
+        self._latest: list[str] = []
+        """Digests of the newest of them."""
         self._names: set[str] = set()
         """Variables of the script that held such rows."""
         self._called: list[str] = []
@@ -76,16 +69,10 @@ class Work:
         self.judged: Counter[str] = Counter()
         """Number of verdicts on each identity so far."""
 
-    def batch(self, iterator: Any, index: Any, batch: Any = None, *, fetched: bool = True) -> Batch:
+    def batch(self, index: Any, batch: Any = None) -> Batch:
         """Return the batch that a loader hands out, or was to hand out. `index`: what its sampler gave."""
-        torch = sys.modules["torch"]
-        number = int(getattr(iterator, "_num_yielded", 0)) - fetched
-        kinds = {*map(type, index)} if isinstance(index, list) else {type(index)}
-        rows = tuple(digests_of(torch, batch))
-        if kinds == _STREAM:
-            return Batch(f"{number}:{name_of(rows)}", (), rows)
-        samples = tuple(indices_of(index) or ())
-        return Batch(f"{number}:{zlib.crc32(repr(index).encode()):08x}", samples, rows)
+        rows = tuple(digests_of(sys.modules["torch"], batch))
+        return Batch(tuple(indices_of(index) or ()), rows)
 
     def follow(self) -> None:
         """Record from now on the rows that the script's model is called with."""
@@ -117,9 +104,7 @@ class Work:
         if len(self._pieces) < _PIECES:
             self._pieces.update(pieces_of(sys.modules["torch"], rows))
         if digests:
-            self._latest = name_of(digests)
-            self._calls.append(f"{self._number}:{self._latest}")
-            self._number += 1
+            self._latest = digests
             self._rows += int(rows.shape[0])
         return bool(digests)
 
@@ -148,8 +133,8 @@ class Work:
         own = self._of_script(frames)
         # The script may have failed before it called the model with rows that it already held.
         held = [one for frame in own for name, one in visible(frame) if name in self._names]
-        for rows in held[: not self._calls]:
-            if name_of(digests_of(sys.modules["torch"], rows)) != self._latest:
+        for rows in held[: not self._called]:
+            if digests_of(sys.modules["torch"], rows) != self._latest:
                 self._call(rows)
         called = [
             f"{self._places.line_of(one.f_code, line)} {below.f_code.co_name}"
@@ -194,13 +179,11 @@ class Work:
                 for name, value in variables
                 for attribute, inner in _attributes_of(value)
             ]
-        calls, self._calls = self._calls, []
         called, self._called = self._called, []
         evaluated, self._evaluated = self._evaluated, []
         answers, self._answers = self._answers, []
-        known = [batch for batch in batches if batch.name]
+        known = [*batches]
         return {
-            "batches": [batch.name for batch in known] or calls,
             "counters": counters,
             "asked": [number for batch in known for number in batch.asked][:_LISTED],
             "rows": [row for batch in known for row in batch.rows][:_LISTED],
