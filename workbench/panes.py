@@ -1,7 +1,7 @@
 """The panes of a run: one table row each, read by the terminal's run screen and by the notebook.
 
 A pane is added by a row of `PANES` and a function that makes its lines from a snapshot. The terminal gives
-it a place, a key, a tab, a line of help and a line of the palette; the notebook gives it a part of the page.
+it a place, a key, a tab, and a line of help; the notebook gives it a part of the page.
 The functions are pure; the sentences come from `engine.log.text`.
 """
 

@@ -8,10 +8,10 @@ imported (`imported`).
 
 Opens the workbench on what is there, without a terminal, and saves what it draws: the list of runs
 in the folder RUNS; the run folder RUN at two sizes, in a light theme and in two for the colour-blind;
-WATCHED, a run of `make demo-watch`, at two sizes; a flip of RUN before it starts; help and palette;
+WATCHED, a run of `make demo-watch`, at two sizes; a flip of RUN before it starts; help;
 each of the screens that can be opened from everywhere (findings, flips), and the newest
 finding, as they are in the folder where this is started.
-`live.svg`, the picture of README, is a replay of ON_GPU, on an H100: `engine distill engine/demo/demo.toml --set
+`live.svg`, the picture of README, is ON_GPU, a run on an H100: `engine distill engine/demo/demo.toml --set
 train.rows=512 --set train.steps=1500 --set eval.every=100 --set watch.sample_seconds=0.5 --set checkpoint.every=500`.
 """
 
@@ -20,11 +20,7 @@ import os
 import sys
 from pathlib import Path
 
-from textual.command import CommandPalette
-from textual.widgets import OptionList
-
 from workbench.tui.app import WorkbenchApp
-from workbench.tui.screens.run import RunScreen
 
 HERE = Path(__file__).absolute().parent
 TOGETHER = 3
@@ -52,14 +48,6 @@ async def save(
         for key in keys:
             await pilot.press(key)
             await settle()
-        if isinstance(app.screen, CommandPalette):
-            # The palette lists its commands a moment after it has opened.
-            while not app.screen.query_one(OptionList).option_count:
-                await pilot.pause()
-            await settle()
-        while isinstance(app.screen, RunScreen) and app.screen.shown is None:
-            # A replay reads the log in a thread of its own.
-            await pilot.pause(0.05)
         (HERE / name).write_text(app.export_screenshot(title="apr-workbench"))
 
 
@@ -72,9 +60,9 @@ async def verdicts(runs: Path) -> None:
 
 async def main(runs: Path, run: Path, watched: Path, on_gpu: Path) -> None:
     wide = WIDE
-    # From the first step on by five times ten columns, then the samples of text.
-    replay = ("home", *["greater_than_sign"] * 5, "p", "f11")
-    await save(on_gpu, (150, 54), "live.svg", *replay)
+    # The cursor at the first step, on by five times ten columns, then the samples of text.
+    keys = ("home", *["greater_than_sign"] * 5, "f11")
+    await save(on_gpu, (150, 54), "live.svg", *keys)
     await save(run, (80, 24), "run-80x24.svg")
     await save(run, (200, 60), "run-200x60.svg")
     await save(run, wide, "run-light.svg", theme="light")
@@ -85,7 +73,6 @@ async def main(runs: Path, run: Path, watched: Path, on_gpu: Path) -> None:
     await save(runs, wide, "compare.svg", *["space"] * TOGETHER, "c")
     await save(run, wide, "flip.svg", "F")
     await save(run, wide, "help.svg", "question_mark")
-    await save(run, wide, "palette.svg", "ctrl+p")
     await save(watched, (80, 24), "watch-80x24.svg")
     await save(watched, (200, 60), "watch-200x60.svg")
     await save(run, wide, "flips.svg", "E")

@@ -1,5 +1,5 @@
 """The application: the first screen, and what all screens share: themes, the alphabet, copying and saving, help,
-the command palette, and read-only mode."""
+and read-only mode."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import gc
 import selectors
 import signal
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -17,16 +17,17 @@ from typing import Any, ClassVar
 
 from textual import constants, on
 from textual.actions import ActionParseResult
-from textual.app import App, SystemCommand
+from textual.app import App
 from textual.binding import Binding, BindingType
+from textual.content import Content
 from textual.dom import DOMNode
 from textual.drivers import linux_driver
 from textual.filter import LineFilter
 from textual.screen import Screen
+from textual.widget import Widget
 
 from engine.errors import EXIT_TERMINATED
 from engine.log.folder import RunFolder, is_run
-from workbench.tui.captures import pane_of, pane_text
 from workbench.tui.context import Context
 from workbench.tui.keys import is_refused
 from workbench.tui.printable import Printable, drawable
@@ -35,6 +36,7 @@ from workbench.tui.screens.polling import Polled, RunChosen
 from workbench.tui.screens.runs import RunsScreen
 from workbench.tui.themes import OWN, OWN_NAMES
 from workbench.tui.widgets.key_bar import bindings_of
+from workbench.tui.widgets.text_pane import TextPane
 
 CLIPBOARD_BYTES = 50_000
 """Terminals cut off or ignore an OSC 52 sequence longer than about 75 kB of base64."""
@@ -76,6 +78,7 @@ class WorkbenchApp(App[None]):
     """Shows one run when exactly one run folder was named, otherwise the list of runs."""
 
     TITLE = "apr-workbench"
+    ENABLE_COMMAND_PALETTE = False
     CSS = """
     .pane { border-title-color: $text-muted; }
     PollingScreen.-tiny > * { display: none !important; }
@@ -90,14 +93,6 @@ class WorkbenchApp(App[None]):
             show=False,
             priority=True,
             tooltip="close the workbench; runs continue",
-        ),
-        Binding(
-            "ctrl+p",
-            "command_palette",
-            "palette",
-            show=False,
-            priority=True,
-            tooltip="find a command by name",
         ),
         Binding("question_mark,f1", "help", "help", show=False, tooltip="this help"),
         Binding("y", "copy", "copy", show=False, tooltip="copy the pane as text"),
@@ -194,18 +189,6 @@ class WorkbenchApp(App[None]):
             return True
         return await super().run_action(action, node, namespaces)
 
-    def action_command_palette(self) -> None:
-        # An open question has to be answered first.
-        if not self.screen.is_modal:
-            super().action_command_palette()
-
-    def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
-        """Return the commands of the palette."""
-        # Imported when the palette is first opened: it is not needed for the first frame.
-        from workbench.tui.palette import commands_of
-
-        return commands_of(self, screen)
-
     # Help.
 
     def action_help(self) -> None:
@@ -237,3 +220,24 @@ class WorkbenchApp(App[None]):
             self.notify(f"saved {self.save_screenshot(name)}", timeout=10, markup=False)
         except OSError as problem:
             self.notify(f"not saved: {problem}", severity="error", markup=False)
+
+
+def pane_of(screen: Screen[Any]) -> Widget:
+    """Return the pane that has the focus: the closest ancestor of the focused widget with the class `pane`, else the
+    focused widget; the screen when nothing has the focus."""
+    if screen.focused is None:
+        return screen
+    ancestors = [node for node in screen.focused.ancestors_with_self if isinstance(node, Widget)]
+    return next((node for node in ancestors if node.has_class("pane")), screen.focused)
+
+
+def pane_text(screen: Screen[Any], widget: Widget) -> str:
+    """Return the title and the text of a pane, or the text of the screen."""
+    if isinstance(widget, TextPane):
+        lines = widget.whole_text().splitlines()
+    else:
+        shown = widget.content_region.intersection(screen.region)
+        rows = screen._compositor.render_strips()[shown.y : shown.bottom]
+        lines = [strip.crop(shown.x, shown.right).text.rstrip() for strip in rows]
+    title = widget.border_title
+    return "\n".join([*([Content.from_markup(title).plain] if title else []), *lines])

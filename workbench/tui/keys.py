@@ -1,5 +1,4 @@
-"""The keys that are active now, computed from the tables that dispatch keys, for the key bar, the help and the
-palette.
+"""The keys that are active now, computed from the tables that dispatch keys, for the key bar and the help.
 
 A screen lists in `ACTING` the names of its actions that start, stop or change a run, a flip or evidence. In
 read-only mode they are not offered, and the application refuses to run them (`WorkbenchApp.run_action`).

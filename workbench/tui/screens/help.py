@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.dom import DOMNode
-from textual.geometry import Region
-from textual.screen import ModalScreen, Screen
+from textual.screen import Screen
 from textual.widget import Widget
 from textual.widgets import Static
 
@@ -31,6 +30,8 @@ FRAME_CELLS = 8
 """Cells of a row taken by border, padding and scroll bar."""
 KEY_CELLS = 13
 """Width of the column of keys."""
+SCROLLING = ("scroll_", "page_")
+"""Prefixes of the actions that scroll a widget, by keys that everybody knows."""
 READ_ONLY = "Read-only: no key starts, stops or changes a run, a flip or evidence."
 
 
@@ -42,19 +43,20 @@ def key_lines(bindings: Sequence[Binding], note: str = "") -> list[str]:
     ]
 
 
-def help_of(widget: Widget | None) -> tuple[str, list[str]] | None:
-    """Return name and paragraphs of the innermost widget around `widget` that has help."""
+def help_of(widget: Widget | None, width: int) -> tuple[str, list[str]] | None:
+    """Return name and rows of the innermost widget around `widget` that has help."""
     nodes = [] if widget is None else widget.ancestors_with_self
     for node in nodes:
         text = node.HELP if isinstance(node, Widget) else None
         if text:
             heading, _, rest = text.strip().replace("`", "").partition("\n")
-            paragraphs = [" ".join(part.split()) for part in rest.split("\n\n")]
-            return heading.lstrip("# "), [part for part in paragraphs if part]
+            parts = (" ".join(part.split()) for part in rest.split("\n\n"))
+            rows = [f"  {row}" for part in parts for row in textwrap.wrap(part, width - 2)]
+            return heading.lstrip("# "), rows
     return None
 
 
-class HelpScreen(ModalScreen[None]):
+class HelpScreen(Screen[None]):
     """Shows help until a key closes it. `bindings` is the table of the screen below: its keys that
     do nothing now are listed as such."""
 
@@ -62,8 +64,7 @@ class HelpScreen(ModalScreen[None]):
         Binding("escape,q,question_mark,f1,enter", "dismiss", "close"),
     ]
     CSS = """
-    /* Opaque: each frame over a dimmed screen draws that screen again, which takes longer than all else. */
-    HelpScreen { align: center middle; background: $background; }
+    HelpScreen { align: center middle; }
     HelpScreen > VerticalScroll {
         height: auto; max-height: 100%; padding: 0 2; border: heavy $primary; background: $surface;
     }
@@ -73,22 +74,14 @@ class HelpScreen(ModalScreen[None]):
         super().__init__()
         self._title, self._table, self._notes = title, bindings, notes
 
-    def refresh(
-        self, *regions: Region, repaint: bool = True, layout: bool = False, recompose: bool = False
-    ) -> Self:
-        """Redraw the whole screen, but no regions: those were drawn on the screen below, which this one hides."""
-        if not regions:
-            super().refresh(repaint=repaint, layout=layout, recompose=recompose)
-        return self
-
     def compose(self) -> ComposeResult:
         below = self.app.screen_stack[-2]
         outer = min(WIDTH, self.app.size.width * SHARE // 100)
         width = max(20, outer - FRAME_CELLS)
         lines: list[Content] = []
-        for heading, words in self._sections(below):
-            lines += [Content.styled(heading, "bold"), *map(Content, _wrapped(words, width))]
-            lines.append(Content(""))
+        for heading, words in self._sections(below, width):
+            rows = [row for line in words for row in wrapped(line, width)]
+            lines += [Content.styled(heading, "bold"), *map(Content, rows), Content("")]
         with VerticalScroll() as box:
             box.border_title = as_title(self._title)
             box.border_subtitle = "esc closes"
@@ -96,17 +89,15 @@ class HelpScreen(ModalScreen[None]):
             notes = [Content(row) for line in self._notes for row in wrapped(line, width)]
             yield Static(Content("\n").join([*lines, *notes]), markup=False)
 
-    def _sections(self, below: Screen[Any]) -> Iterator[tuple[str, list[str]]]:
+    def _sections(self, below: Screen[Any], width: int) -> Iterator[tuple[str, list[str]]]:
         """Yield heading and lines of each part, from the focused widget outwards."""
         active = {keys.node: keys.bindings for keys in active_keys(below)}
         inner: list[DOMNode] = [node for node in active if node not in (below, self.app)]
-        own = _join_scrolling([binding for node in inner for binding in active[node]])
-        name, words = help_of(below.focused) or ("The chosen pane", [])
+        bindings = [binding for node in inner for binding in active[node]]
+        own = [binding for binding in bindings if not binding.action.startswith(SCROLLING)]
+        name, words = help_of(below.focused, width) or ("The chosen pane", [])
         if words or own:
-            yield (
-                name,
-                [*words, "", *key_lines(own)] if words and own else [*words, *key_lines(own)],
-            )
+            yield name, [*words, *key_lines(own)]
 
         shown = [b for b in self._table if not is_refused(self.app, below, b.action)]
         now = [b for b in shown if is_offered(self.app, below, b.action)]
@@ -120,29 +111,3 @@ class HelpScreen(ModalScreen[None]):
 
     async def action_dismiss(self, result: None = None) -> None:
         self.dismiss(result)
-
-
-SCROLLING = ("scroll_", "page_")
-"""Prefixes of the actions that scroll a widget."""
-
-
-def _join_scrolling(bindings: Sequence[Binding]) -> list[Binding]:
-    """Return the bindings, with all that scroll joined into one."""
-    others = [b for b in bindings if not b.action.startswith(SCROLLING)]
-    if len(others) == len(bindings):
-        return others
-    words = "scroll; page up and down, home and end as well"
-    return [*others, Binding("arrows", "scroll_down", "scroll", tooltip=words)]
-
-
-def _wrapped(lines: Sequence[str], width: int) -> Iterator[str]:
-    """Wrap lines to a width: text is indented, and the description of a key wraps below itself."""
-    for line in lines:
-        if not line:
-            yield ""
-            continue
-        is_key = line.startswith(" ")
-        indent = " " * (KEY_CELLS + 3) if is_key else "  "
-        yield from textwrap.wrap(
-            line, width, initial_indent="" if is_key else "  ", subsequent_indent=indent
-        )

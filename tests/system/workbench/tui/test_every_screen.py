@@ -6,7 +6,6 @@ import hashlib
 import re
 import subprocess
 from collections import defaultdict
-from collections.abc import Awaitable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from engine.watch.runs_feed import RunRow
 from tests.support.every_screen import on_every_screen, some_runs
 from tests.support.screens import CUT_WORD, on_screen, press, resize, settle, text_of
 from workbench.tui.keys import active_keys, acts, resolved
-from workbench.tui.palette import commands_of
 from workbench.tui.widgets.key_bar import bindings_of
 from workbench.tui.widgets.runs_table import RunsTable
 
@@ -273,14 +271,6 @@ def test_no_key_and_no_command_acts_in_read_only_mode(
             for answer in ("y", "enter", "ctrl+s"):
                 if len(pilot.app.screen_stack) > height:
                     await press(pilot, answer)
-            await leave(pilot, height)
-        for command in commands_of(pilot.app, screen):
-            if command.title in ("quit", "theme"):
-                continue
-            done = command.callback()
-            if isinstance(done, Awaitable):
-                await done
-            await settle(pilot)
             await leave(pilot, height)
 
     on_every_screen(folder, (120, 40), visit, read_only=True)
