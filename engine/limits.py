@@ -96,15 +96,8 @@ UNCUT_TEXT = Limit(
     unit="bytes",
 )
 MODEL_TEXT = Limit(what="a chat template or licence of a model", most=16 * MIB, unit="bytes")
-_UNRENDERED = "the conversation is left out; the third time the template is refused, exit 65"
 CHAT_TEMPLATE = Limit(
     what="a chat template that conversations are rendered with", most=256 * KIB, unit="characters"
-)
-TEMPLATE_TIME = Limit(
-    what="time on a processor that a chat template takes for a conversation",
-    most=5,
-    unit="seconds",
-    beyond=_UNRENDERED,
 )
 
 # Training and evaluation text. Files are read in pieces; one piece is held in memory.

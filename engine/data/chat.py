@@ -25,8 +25,8 @@ holds the content and not the header: the generation prompt, or only the start o
 end-of-turn token is added to a mark that leaves it out, and white space after it is removed.
 
 If both fail, the message is rendered after one short question, where both methods usually succeed. The turn is proved
-if `through` ends with the turn rendered there, after the same header, or after that header with the message's name in
-it. This finds a turn after a default system prompt, after a name, and after another turn of the assistant.
+if `through` ends with the turn rendered there, after the same header. This finds a turn after a default system prompt,
+and after another turn of the assistant.
 
 A turn that cannot be proved has no labels. Neither has a turn with parts that the template does not write
 (`engine.data.unwritten`), nor one with a `weight` of 0 or `train` of false. The other turns keep their labels; a
@@ -72,8 +72,6 @@ OTHER_CONTENT = "the template writes an assistant turn that does not end with it
 NO_TOKEN = "no token begins in what the assistant wrote"
 WITHHELD = "its weight is 0, or its train is false"
 STRADDLING = "a turn begins inside a token of the prompt, which has no label"
-_AROUND_A_NAME = 16
-"""Most characters that a header may add around a name."""
 WEIGHED = "a weight other than 0 counts as 1"
 
 
@@ -214,9 +212,7 @@ def _prove(
         return Skipped(name=conversation.name, reason=NO_ASSISTANT)
     messages = conversation.messages[: requested[-1] + 1]
     try:
-        whole = template.render(
-            messages, tools=conversation.tools, find_marks=True, name=conversation.name
-        )
+        whole = template.render(messages, tools=conversation.tools, find_marks=True)
     except Unrenderable as error:
         reason = f"the template refuses the conversation: {error}"
         return Skipped(name=conversation.name, reason=reason)
@@ -335,7 +331,6 @@ class _TurnFinder:
             self.messages[:count],
             tools=self.conversation.tools,
             add_generation_prompt=prompt,
-            name=self.conversation.name,
         ).text
 
     def _by_prefix(self, index: int) -> _Span:
@@ -379,7 +374,7 @@ class _TurnFinder:
 
     def _by_likeness(self, index: int) -> _Span | None:
         """Find a message by its rendering after a short question; None if the text does not contain it."""
-        message = {key: value for key, value in self.messages[index].items() if key != "name"}
+        message = self.messages[index]
         header, tools = self._header(), self.conversation.tools
         if not header:
             return None
@@ -395,10 +390,7 @@ class _TurnFinder:
         start = len(through) - len(turn)
         if not answered.startswith(prompt) or not through.endswith(turn):
             return None
-        name = self.messages[index].get("name")
-        if not through.endswith(header, 0, start) and not _ends_named(
-            through[:start], header, name
-        ):
+        if not through.endswith(header, 0, start):
             return None
         if not self.whole.text.startswith(through[: start + length]):
             return None
@@ -471,18 +463,6 @@ class _TurnFinder:
         if ends and count(turn) == count(str(message["content"])):
             return length, False
         raise _Unproved(OTHER_CONTENT)
-
-
-def _ends_named(text: str, header: str, name: object) -> bool:
-    """Return whether a text ends with a header that has the name after its role, or instead of it."""
-    begin, role, end = header.rpartition(ASSISTANT)
-    if not isinstance(name, str) or not name or not begin or not text.endswith(end):
-        return False
-    if text.endswith(begin + name + end):
-        return True
-    position = text.rfind(begin + role)
-    between = text[position + len(begin + role) : len(text) - len(end)]
-    return position >= 0 and name in between and len(between) <= len(name) + _AROUND_A_NAME
 
 
 def _after_reasoning(turn: str, message: Message) -> int:

@@ -19,8 +19,7 @@ message that are null are left out, and reasoning is read under each of its name
   are also right inside macros and `{% set %}` blocks. If these characters change what the template renders, the marks
   are not used.
 
-A template is an untrusted program, and runs in a sandbox (`engine.data.template_program`). A conversation that takes
-too long is not rendered, and a template that takes too long repeatedly is refused.
+A template is an untrusted program, and runs in a sandbox (`engine.data.template_program`).
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ from engine.data.template_program import (
     CLOSE,
     OPEN,
     NoTemplate,
-    OverTime,
     Program,
     one_line,
 )
@@ -67,8 +65,6 @@ _ROLES = {
     "mask": "mask_token",
 }
 REASONING = ("reasoning_content", "thinking", "reasoning")
-_TOO_MANY = 3
-"""Number of conversations that take too long from which a template is refused."""
 Message = Mapping[str, Any]
 
 
@@ -107,8 +103,6 @@ class ChatTemplate:
     _compiled: dict[tuple[str, bool], Program] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _too_long: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
-    """Conversations whose rendering took too long."""
 
     def __post_init__(self) -> None:
         for name in self.texts:
@@ -130,14 +124,11 @@ class ChatTemplate:
         tools: Sequence[Any] | None = None,
         add_generation_prompt: bool = False,
         find_marks: bool = False,
-        name: str = "",
     ) -> Rendered:
-        """Render a conversation; `name` is its name in messages. Raises Unrenderable if the template refuses it or
-        fails, and TokenizerError once several conversations took too long.
+        """Render a conversation. Raises Unrenderable if the template refuses it or fails.
 
         With `add_generation_prompt` the text ends where the model begins to generate.
         """
-        conversation = name
         name = WITH_TOOLS if tools is not None and WITH_TOOLS in self.texts else DEFAULT
         if name not in self.texts:
             known = ", ".join(map(repr, self.texts))
@@ -152,26 +143,11 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        text = self._run(name, inputs, conversation, marking=False)
+        text = self._compile(name, marking=False).run(inputs)
         if not find_marks or "generation" not in self.texts[name]:
             return Rendered(text=text, marks=() if find_marks else None)
-        marked = self._run(name, inputs, conversation, marking=True)
+        marked = self._compile(name, marking=True).run(inputs)
         return Rendered(text=text, marks=_marks(marked, text))
-
-    def _run(self, name: str, inputs: dict[str, Any], conversation: str, *, marking: bool) -> str:
-        try:
-            return self._compile(name, marking=marking).run(inputs)
-        except OverTime as error:
-            self._too_long.append(conversation or "a conversation")
-            if len(self._too_long) < _TOO_MANY:
-                raise
-            raise TokenizerError.expected(
-                "chat template",
-                self.where,
-                f"{limits.TEMPLATE_TIME} for a conversation",
-                f"{error} ({self._too_long[-1]})",
-                hint="look for nested loops in it, or use the original template of the model",
-            ) from None
 
     def _compile(self, name: str, *, marking: bool) -> Program:
         program = self._compiled.get((name, marking))

@@ -16,7 +16,6 @@ Common variants of these formats are converted:
     a content of null with a "refusal"                    the refusal is the content
     a content in parts of text                            the parts, joined
     "tools" or "tool_calls" as JSON text, or a list of such texts    what the text holds
-    "arguments" as a list of pairs, as Arrow stores maps  an object
     a "system" next to ShareGPT's conversations           the first message
 
 Anything else raises BadRecord: the record is left out and counted by its reason.
@@ -208,14 +207,12 @@ def _message(value: object, where: str) -> Message:
 
 
 def _convert_variants(message: dict[str, Any], content: Any, where: str) -> Any:
-    """Convert the variants of OpenAI and Arrow in place into the form that templates read; return the content."""
+    """Convert the variants of OpenAI in place into the form that templates read; return the content."""
     call = message.pop("function_call", None)
     if call is not None and not message.get("tool_calls"):
         message["tool_calls"] = _calls(call, f'{where}, "function_call"')
     if isinstance(message.get("tool_calls"), str):
         message["tool_calls"] = _parse(message["tool_calls"], f'{where}, "tool_calls"')
-    if isinstance(calls := message.get("tool_calls"), list):
-        message["tool_calls"] = [_call(call) if isinstance(call, dict) else call for call in calls]
     if content is None and isinstance(message.get("refusal"), str):
         content = message.pop("refusal")
     return content
@@ -229,29 +226,6 @@ def _calls(value: object, where: str) -> list[dict[str, Any]]:
     if not calls or not all(isinstance(call, dict) and "name" in call for call in calls):
         bad_record(where, 'a call with "name" and "arguments"', _kind(value))
     return [{"type": "function", "function": dict(call)} for call in calls]
-
-
-def _call(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a call whose arguments are an object; Arrow gives them as a list of pairs."""
-    function = call.get("function")
-    holder = function if isinstance(function, dict) else call
-    arguments = holder.get("arguments")
-    if not isinstance(arguments, list) or (pairs := _pairs(arguments)) is None:
-        return call
-    holder = {**holder, "arguments": pairs}
-    return {**call, "function": holder} if isinstance(function, dict) else holder
-
-
-def _pairs(items: list[Any]) -> dict[str, Any] | None:
-    """Return a list of key-value pairs as a dictionary; None for any other list."""
-    pairs: dict[str, Any] = {}
-    for item in items:
-        if isinstance(item, dict) and item.keys() == {"key", "value"}:
-            item = item["key"], item["value"]
-        if not isinstance(item, list | tuple) or len(item) != 2 or not isinstance(item[0], str):
-            return None
-        pairs[item[0]] = item[1]
-    return pairs
 
 
 def _join_parts(parts: list[Any], where: str) -> str:

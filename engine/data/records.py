@@ -23,7 +23,7 @@ that reads a record later can rely on this. A fault of the whole file, such as a
 CorpusError.
 
 Reading holds one record in memory at a time, for Parquet the pages of one row in the columns that are needed, and for
-a JSON list the text of the whole file. Compressed bytes are decompressed as a stream, and their decompressed size
+a JSON list all of it. Compressed bytes are decompressed as a stream, and their decompressed size
 counts towards the limit of a corpus. Byte positions in messages are those of the decompressed bytes.
 """
 
@@ -34,7 +34,6 @@ import gzip
 import io
 import json
 import os
-import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -70,7 +69,6 @@ _UTF8_HINT = "convert it to UTF-8, or leave it out of the corpus"
 _BOM = codecs.BOM_UTF8
 _MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PAR1": "parquet"}
 _COMPRESSED_SUFFIXES = (".gz", ".zst")
-_SPACE = re.compile(r"[ \t\r\n]*")
 _ROWS_AT_ONCE = 1
 """Rows of Parquet decoded at a time. One costs 10 microseconds more per row, and bounds memory by one long row."""
 _READ_AT_ONCE = 64 << 10
@@ -151,7 +149,7 @@ def read_records(file: DataFile) -> Iterator[Record | Skipped]:
     """
     if file.kind == "parquet":
         for number, row in _rows(file):
-            yield _record_or_skipped(_record_of_row, file, f"row {number:,}", row)
+            yield _record_or_skipped(_record_of_value, file, f"row {number:,}", row)
         return
     with open_stream(file) as stream:
         begin = stream.peek(len(_BOM))[: len(_BOM)]
@@ -286,7 +284,7 @@ def _as_json(record: object, where: str) -> str:
         text.encode("utf-8")
     except UnicodeEncodeError:
         return json.dumps(record)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         expected = "a conversation of texts and numbers"
         bad_record(where, expected, str(error), what="corpus")
     return text
@@ -314,52 +312,28 @@ def _list_names(names: Sequence[str] | Mapping[str, Any]) -> str:
 
 
 def _elements(file: DataFile, stream: IO[bytes], start: int) -> Iterator[Record | Skipped]:
-    """Yield the records of one JSON list, which begins at byte `start`. The text of the file is held in memory."""
-    text, parse = decoded(stream.read(), file.where, start), json.JSONDecoder().raw_decode
-    byte, counted = start, 0
+    """Yield the records of one JSON list, which begins at byte `start`. All of it is held in memory."""
+    text = decoded(stream.read(), file.where, start)
+    try:
+        records = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        where, message = file.where, _parser_message(error)
+        if isinstance(error, json.JSONDecodeError):
+            byte = start + len(text[: error.pos].encode())
+            where, message = f"{where}, byte {byte:,}", error.msg
+        raise unusable(where, "a JSON list of records", message) from None
+    for number, record in enumerate(records, start=1):
+        yield _record_or_skipped(_record_of_value, file, f"record {number:,}", record)
 
-    def place_of(to: int) -> str:
-        """Return a place for messages. Places are asked for in order, so that each character is counted once."""
-        nonlocal byte, counted
-        byte, counted = byte + len(text[counted:to].encode()), to
-        return f"byte {byte:,}"
 
-    def after_space(at: int) -> int:
-        space = _SPACE.match(text, at)
-        assert space is not None
-        return space.end()
-
-    def found(at: int) -> str:
-        return repr(text[at : at + 20]) if at < len(text) else "the end of the file"
-
-    number, index = 0, after_space(text.index("[") + 1)
-    while number or text[index : index + 1] != "]":
-        number += 1
-        record = f"record {number:,}"
-        where = f"{file.where} {record}"
-        try:
-            parsed, end = parse(text, index)
-        except (ValueError, RecursionError) as error:
-            at, message = index, _parser_message(error)
-            if isinstance(error, json.JSONDecodeError):
-                at, message = error.pos, error.msg
-            raise unusable(f"{where}, {place_of(at)}", _WANTED, message) from None
-        place = place_of(index)
-        if end - index > limits.CORPUS_DOCUMENT.most:
-            yield _record_or_skipped(_refuse_long, file, record, byte)
-        else:
-            source = text[index:end]
-            yield _record_or_skipped(_content, file, record, f"{where}, {place}", parsed, source)
-        index = after_space(end)
-        if text[index : index + 1] == "]":
-            break
-        if text[index : index + 1] != ",":
-            expected = "a comma or the end of the list"
-            raise unusable(f"{file.where}, {place_of(index)}", expected, found(index))
-        index = after_space(index + 1)
-    index = after_space(index + 1)
-    if index < len(text):
-        raise unusable(f"{file.where}, {place_of(index)}", "nothing after the list", found(index))
+def _record_of_value(file: DataFile, place: str, value: Any) -> Record:
+    """Return the record in a value that is parsed already."""
+    where = f"{file.where} {place}"
+    is_chat = isinstance(value, dict) and not file.columns and is_conversation(value)
+    result = _content(file, place, where, value, _as_json(value, where) if is_chat else "")
+    if len(result.text) > limits.CORPUS_DOCUMENT.most:
+        _refuse_long(file, place, 0)
+    return result
 
 
 # Parquet
@@ -380,7 +354,8 @@ def _rows(file: DataFile) -> Iterator[tuple[int, dict[str, Any]]]:
             needed = _columns(file, table.schema_arrow.names)
             batches = table.iter_batches(_ROWS_AT_ONCE, columns=needed, use_threads=False)
             for number, batch in enumerate(batches, start=1):
-                yield number, batch.to_pylist()[0]
+                # The columns of a table hold every key that any row has, with null where this one has none.
+                yield number, _plain(batch.to_pylist()[0])
         except (OSError, pyarrow.ArrowException, UnicodeDecodeError, OverflowError) as error:
             message = " ".join(str(error).split())[:200]
             raise unusable(file.where, "a complete Parquet file", message) from None
@@ -399,17 +374,6 @@ def _columns(file: DataFile, present: list[str]) -> list[str]:
             file.where, "a column of texts or conversations", _list_names(present), hint=RECORD_HINT
         )
     return [name for name in (*_CHAT_COLUMNS, "text") if name in present]
-
-
-def _record_of_row(file: DataFile, place: str, row: dict[str, Any]) -> Record:
-    where = f"{file.where} {place}"
-    # The columns of a table hold every key that any row has, with null where this one has none.
-    record = {name: _plain(value) for name, value in row.items()}
-    source = "" if file.columns or not is_conversation(record) else _as_json(record, where)
-    result = _content(file, place, where, record, source)
-    if len(result.text) > limits.CORPUS_DOCUMENT.most:
-        _refuse_long(file, place, 0)
-    return result
 
 
 def _plain(value: Any) -> Any:

@@ -1,19 +1,15 @@
-"""A chat template as a program: compiled by Jinja into its sandbox, as in Transformers, and ended if it takes too much.
+"""A chat template as a program: compiled by Jinja into its sandbox, as in Transformers.
 
-A template is a program of whoever made the tokenizer. The sandbox keeps it from files and from the interpreter. In each
-round of a loop, of a macro and of a block, its processor time is compared with the limit.
+A template is a program of whoever made the tokenizer. The sandbox keeps it from files and from the interpreter.
 """
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterable
 from datetime import datetime
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, nodes
-from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -30,44 +26,8 @@ class Unrenderable(Exception):
     """A template that refuses a conversation, or fails on it; the text says why, in one line."""
 
 
-class OverTime(Unrenderable):
-    """A template that takes more time for a conversation than it may."""
-
-
 class NoTemplate(Exception):
     """A text that is not a Jinja template; the text says why, in one line."""
-
-
-class _Clock:
-    """Ends a rendering that takes too long."""
-
-    def begin(self) -> None:
-        self._end_s = time.thread_time() + limits.TEMPLATE_TIME.most
-
-    def round(self) -> None:
-        """Raise OverTime if the template has taken more than its time."""
-        if time.thread_time() > self._end_s:
-            raise OverTime("the template takes longer than that")
-
-
-class _Code(CodeGenerator):
-    """Generates the program with a check of the time in each round."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._bodies: set[int] = set()
-
-    def visit_Template(self, node: nodes.Template, frame: Frame | None = None) -> None:
-        repeated = nodes.Block, nodes.For, nodes.Macro, nodes.CallBlock
-        self._bodies = {
-            id(part.body) for part in node.find_all(nodes.Node) if isinstance(part, repeated)
-        }
-        super().visit_Template(node, frame)
-
-    def blockvisit(self, nodes: Iterable[nodes.Node], frame: Frame) -> None:
-        if id(nodes) in self._bodies:
-            self.writeline("environment.clock.round()")
-        super().blockvisit(nodes, frame)
 
 
 class _Unmarked(Extension):
@@ -92,9 +52,7 @@ class _Marking(_Unmarked):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """The sandbox of a template, with its clock."""
-
-    code_generator_class = _Code
+    """The sandbox of a template."""
 
     def __init__(self, extension: type[Extension], now: datetime) -> None:
         # Jinja's optimizer would run filters while it compiles.
@@ -104,7 +62,6 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             extensions=[extension, loopcontrols],
             optimized=False,
         )
-        self.clock = _Clock()
         self.filters["tojson"] = _to_json
         del self.globals["lipsum"]
         self.globals["raise_exception"] = _raise_exception
@@ -127,9 +84,9 @@ class Program:
     def __init__(self, text: str, now: datetime, *, marking: bool) -> None:
         if len(text) > limits.CHAT_TEMPLATE.most:
             raise NoTemplate(f"{len(text):,} characters, and a template has {limits.CHAT_TEMPLATE}")
-        self._environment = _Sandbox(_Marking if marking else _Unmarked, now)
+        environment = _Sandbox(_Marking if marking else _Unmarked, now)
         try:
-            self._template = self._environment.from_string(text)
+            self._template = environment.from_string(text)
         except TemplateSyntaxError as error:
             raise NoTemplate(f"{one_line(error.message or '')} at line {error.lineno:,}") from None
         except (RecursionError, MemoryError):
@@ -139,16 +96,13 @@ class Program:
             raise NoTemplate(f"{type(error).__name__}: {one_line(str(error))}") from None
 
     def run(self, inputs: dict[str, Any]) -> str:
-        """Return the text. Raises Unrenderable if the template refuses or fails, OverTime if it takes too long."""
-        self._environment.clock.begin()
+        """Return the text. Raises Unrenderable if the template refuses or fails."""
         try:
             text = "".join(self._template.root_render_func(self._template.new_context(inputs)))
         except TemplateError as error:
             raise Unrenderable(one_line(error.message or type(error).__name__)) from None
         except (RecursionError, MemoryError) as error:
             raise Unrenderable(f"the template ends in a {type(error).__name__}") from None
-        except Unrenderable:
-            raise
         # A template can raise anything, as on a missing key or a text where it expects a number.
         except Exception as error:  # noqa: BLE001
             raise Unrenderable(f"{type(error).__name__}: {one_line(str(error))}") from None

