@@ -21,7 +21,6 @@ ANSWERS = {
     ),
     "diagnosis": Answer("diagnose", "the verdict on a run or a log, with its evidence"),
     "diagnoses": Answer("diagnose", "the verdicts on a folder of logs"),
-    "verdict": Answer("diagnose --follow", "a verdict that differs from the one before"),
     "rule": Answer("diagnose --list", "an alert rule"),
     "tag": Answer("tag", "the tags and the note of a run"),
     "stop": Answer("stop", "what a run was asked to do"),
@@ -71,8 +70,6 @@ ANSWERS = {
     "drills": Answer("drill", "which incidents were named"),
     "contract-problems": Answer("contracts validate", "what is wrong in contract files"),
     "contracts": Answer("contracts run, contracts status", "the state of every contract"),
-    "contract": Answer(
-        "contracts list, contracts show", "a contract; `list` prints a list of them"
-    ),
+    "contract": Answer("contracts show", "a contract"),
 }
 """Every kind of object, in the order of the reference page."""

@@ -188,7 +188,7 @@ def json_answers() -> str:
         "Messages for people are on standard error, and the exit code says the same with and without it.\n\n"
         "- Every object begins with `schema`, such as `apr-workbench/run-2`; its fields follow at the same level.\n"
         "- An answer that is a list, such as that of `engine runs`, has it in each entry; a stream, of "
-        "`engine tail --follow` or `engine diagnose --follow`, in each line.\n"
+        "`engine tail --follow`, in each line.\n"
         "- The number grows when a field is removed, or changes its type or meaning. A new field leaves it as it is: "
         "read the fields that you know.\n"
         "- NaN and infinity, which JSON does not have, are the texts `nan`, `+inf` and `-inf`. Anything not known is "

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.cli.answers import answer, plain, put_json
+from engine.cli.answers import answer, plain
 from engine.cli.arguments import add_flag, add_json, add_path
 from engine.cli.checks import errors_json
 from engine.errors import EXIT_FAIL, EXIT_PASS, BadInput, RunLogError, UsageError
-from engine.terminal import aligned, put, say
+from engine.terminal import aligned
 
 if TYPE_CHECKING:
     from engine.interchange.baseline import Change
@@ -25,8 +23,6 @@ if TYPE_CHECKING:
     from engine.watch.replay import Diagnosis
     from engine.watch.verdict_line import RunVerdict
 
-FOLLOW_S = 1.0
-"""Seconds between two checks of a log that is followed."""
 _NO_LOGS_LISTED = 20
 """Maximum number of files without values that are listed by name."""
 
@@ -46,9 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("wrong", "suspect"),
         help="for CI: exit code 1 for a verdict as bad as that or worse, else 0",
     )
-    add_flag(
-        parser, "--follow", "print the verdict whenever it changes, until Ctrl-C or a run's end"
-    )
     add_json(parser)
     add_flag(parser, "--list", "list the rules")
 
@@ -64,7 +57,6 @@ def run(arguments: argparse.Namespace) -> int:
     engine diagnose PATH --series how each name and line was read
     engine diagnose NEW --baseline OLD     which curves, rates, times and settings differ beyond their noise
     engine diagnose PATH --fail-on suspect exit code 1 where something is suspected or wrong, else 0
-    engine diagnose PATH --follow the verdict of a log that grows, whenever it changes
     engine diagnose PATH --all    also the rules that saw nothing, and those that could not judge, with reasons
     engine diagnose PATH --json   one JSON value
     engine diagnose --list        every rule: its question, what it reads, when it raises an alert
@@ -78,8 +70,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("expected either PATH or --list", hint="engine diagnose --help")
     if arguments.list:
         return _list_rules(arguments)
-    if arguments.follow:
-        return _follow(arguments)
     from engine.interchange.kinds import find_logs
     from engine.log.folder import open_run
 
@@ -248,51 +238,6 @@ def as_json(path: str, diagnosis: Any) -> dict[str, Any]:
         "unjudged": diagnosis.unjudged,
         "fault": diagnosis.fault,
     }
-
-
-def _follow(arguments: argparse.Namespace) -> int:
-    """Judge one log or run each time it grows, and print a verdict that differs from the one before."""
-    from engine.interchange.kinds import find_logs
-    from engine.log.text import clock_text, has_ended
-
-    path, stamp, shown, last_wait = arguments.path, None, None, ""
-    while True:
-        logs = find_logs(path)
-        if len(logs) != 1:
-            raise BadInput.expected("diagnose --follow", path, "one log or run", f"{len(logs)}")
-        now = _stamp(path)
-        if now != stamp:
-            stamp = now
-            try:
-                diagnosis, _ = _judged(logs[0])
-            except BadInput as error:  # nothing to judge so far, or a line that is half written
-                wait = f"waiting: {error.message}"
-                if shown is None and wait != last_wait:
-                    say(last_wait := wait)
-                time.sleep(FOLLOW_S)
-                continue
-            state, verdict = _verdict(diagnosis, logs[0], str(path))
-            if (verdict.level, verdict.id, verdict.since) != shown:
-                shown = verdict.level, verdict.id, verdict.since
-                if arguments.json:
-                    put_json("verdict", verdict.as_dict(), flush=True)
-                else:
-                    do = f"; do: {verdict.action}" * bool(verdict.action)
-                    put(f"{clock_text(time.time())}  {verdict.signed()}{do}", flush=True)
-            if logs[0].read is None and has_ended(state):
-                return _exit_code(verdict.exit_code, verdict.level, arguments.fail_on)
-        time.sleep(FOLLOW_S)
-
-
-def _stamp(path: Path) -> list[tuple[int, int]]:
-    """Return the size and the time of the last change of each file at or in a path."""
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    stamps = []
-    for file in files:
-        with contextlib.suppress(OSError):
-            status = file.stat()
-            stamps.append((status.st_size, status.st_mtime_ns))
-    return stamps
 
 
 def _standard_input() -> tuple[Diagnosis, JudgedLog]:

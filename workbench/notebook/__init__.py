@@ -20,9 +20,9 @@ if _MISSING:
     )
 
 from workbench.notebook.compare import Compare  # noqa: E402
-from workbench.notebook.flip import Flip, FlipResult  # noqa: E402
+from workbench.notebook.flip import Flip  # noqa: E402
 from workbench.notebook.frames import frame  # noqa: E402
 from workbench.notebook.live import Live  # noqa: E402
 from workbench.notebook.whys import Whys  # noqa: E402
 
-__all__ = ["Compare", "Flip", "FlipResult", "Live", "Whys", "frame"]
+__all__ = ["Compare", "Flip", "Live", "Whys", "frame"]

@@ -13,7 +13,6 @@ out=folder)` shows the same one again.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ import ipywidgets
 
 from engine.errors import EngineError, UsageError
 from engine.flips.proposals import proposals
-from engine.flips.text import verdict_lines
 from engine.log.folder import RunFolder, open_run
 from engine.report.chart import flip_figure
 from engine.terminal import as_html
@@ -33,27 +31,6 @@ from workbench.notebook.panel import Panel, hide_still
 
 FLIPS = Path("flips")
 REFRESH_S = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlipResult:
-    """The verdict of a flip, as in verdict.json."""
-
-    verdict: str
-    grade: str
-    """Measured, screen or exploratory."""
-    reason: str
-    effect: float | None
-    """Ratio B over A; None where nothing could be compared."""
-    interval: tuple[float | None, float | None]
-    n_pairs: int
-    changes: tuple[str, ...]
-    folder: Path
-    fields: dict[str, Any]
-    """All of verdict.json."""
-
-    def __str__(self) -> str:
-        return "\n".join(verdict_lines(self.fields))
 
 
 class Flip(Panel):
@@ -117,24 +94,10 @@ class Flip(Panel):
         return f"Flip({str(self._run.path)!r}, set={self._set.value!r})"
 
     @property
-    def result(self) -> FlipResult | None:
-        """The verdict; None while there is none."""
+    def result(self) -> dict[str, Any] | None:
+        """The verdict, the fields of verdict.json; None while there is none."""
         snapshot = self.snapshot
-        if snapshot is None or snapshot.verdict is None or snapshot.going_on:
-            return None
-        fields = snapshot.verdict
-        low, high = fields["interval"] or (None, None)
-        return FlipResult(
-            verdict=fields["verdict"],
-            grade=fields["class"],
-            reason=fields["reason"],
-            effect=fields["effect"],
-            interval=(low, high),
-            n_pairs=fields["n_pairs"],
-            changes=tuple(fields["changes"]),
-            folder=snapshot.folder,
-            fields=fields,
-        )
+        return None if snapshot is None or snapshot.going_on else snapshot.verdict
 
     def start(self) -> Path:
         """Start the flip that the form describes, or attach to the one already started; returns its folder. Raises

@@ -148,7 +148,6 @@ function render({ model, el }) {
     soon();
   });
   charts.addEventListener("pointerup", () => {
-    if (begun && begun.moved) model.send({ kind: "window", ...chosen });
     begun = null;
   });
 

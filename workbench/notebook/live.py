@@ -7,17 +7,15 @@
 The last form is for notebooks that are run again: after a restart of the kernel the same cell shows the same
 run. A page requests the run when it is opened or reloaded (`ready`) and gets it thinned, then the additions.
 A kernel that is running a cell does not receive the request; so, from the display of the widget until the
-request arrives, the whole run is sent every PREVIEW_S, thinned further. `window` is the time span last
-selected with the mouse in a chart, in unix seconds; in a chart over steps it is when these steps were done.
+request arrives, the whole run is sent every PREVIEW_S, thinned further.
 """
 
 from __future__ import annotations
 
 import importlib.resources
-import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +25,6 @@ import traitlets
 
 from engine.errors import BadInput, UsageError
 from engine.log.folder import RunFolder, is_run, open_run
-from engine.log.view import RunView
 from engine.report.chart import run_figures
 from engine.watch.verdict_line import run_verdict_lines
 from workbench.engine_commands import resume_run, start_run, stop_run
@@ -76,7 +73,6 @@ class Live(Panel):
         self._sets, self._out = tuple(set), None if out is None else Path(out)
         self._feed: RunFeed | None = None
         self.snapshot: Snapshot | None = None
-        self.window: tuple[float, float] | None = None
         self._stream, self._asked, self._has_page = Stream(), threading.Event(), False
         self._previewed, self._previews_left = 0.0, PREVIEWS_AFTER
         self._starting = threading.Lock()
@@ -225,24 +221,3 @@ class Live(Panel):
         if content.get("kind") == "ready":
             self._asked.set()
             self._wake.set()
-        elif content.get("kind") == "window" and self.snapshot is not None:
-            window = window_of(self.snapshot.view, content)
-            if window is None:
-                self._say("no step was done in the window selected")
-                return
-            self.window = window
-            self._say(f"window of {window[1] - window[0]:.1f} s selected")
-
-
-def window_of(view: RunView, selected: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Return the selection in a chart in unix seconds; None for a selection of steps none of which was done."""
-    begin, end = float(selected["from"]), float(selected["to"])
-    if selected["x"] == "seconds":
-        zero = view.first_unix_s or 0.0
-        return zero + begin, zero + end
-    steps = view.steps
-    first, last = (steps.find("step", x) for x in (begin, math.nextafter(end, math.inf)))
-    if first == last:
-        return None
-    times = steps.value("unix_s", first), steps.value("unix_s", last - 1)
-    return None if None in times else times  # type: ignore[return-value]

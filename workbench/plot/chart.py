@@ -54,8 +54,6 @@ LEAST_UPPER, LEAST_BAND = 5, 3
 """Minimum rows of the lines and of a band; bands and lanes are drawn only if there are more rows."""
 CLIP = 3.0
 """Multiple of the median at which the axis of a clipped band ends."""
-FEW = 8
-"""Number of values up to which a level is drawn even if it flattens the curve."""
 APART = 20
 """Distance between two letters on one line, in cells."""
 GAP, MORE = "  ", ".."
@@ -83,13 +81,10 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """A horizontal reference line. One far from all points appears in the legend only, so that it
-    does not flatten the curve."""
+    """A horizontal reference line, drawn however far it is from the points."""
 
     y: float
     name: str
-    always: bool = False
-    """Whether it is drawn however far it is."""
 
     def height(self, log_y: bool) -> float:
         """Return its position on an axis; a logarithmic axis has no level at or below 0."""
@@ -256,10 +251,7 @@ class _Drawing:
             words = f" {line.trace.name} {format_value(line.trace.last)}"
             items.append((Span(form, f"trace{line.slot}"), Span(words, "legend")))
         for level in self.levels:
-            where, y = "", level.height(chart.log_y)
-            if self.span is not None and not self.span[0] <= y <= self.span[1]:
-                where = f" {glyphs.above if y > self.span[1] else glyphs.below}"
-            words = f" {level.name} {format_value(level.y)}{where}"
+            words = f" {level.name} {format_value(level.y)}"
             items.append((Span(glyphs.level * 2, "level"), Span(words, "legend")))
         return items
 
@@ -293,9 +285,7 @@ class _Drawing:
         canvas = Canvas(self.columns, rows, ascii_only=glyphs is ASCII)
         y_axis = Axis(*span, canvas.dots_up, chart.log_y)
         levels = [
-            (canvas.cell(0, y_axis.dot(level.y) or 0)[1], level.name)
-            for level in self.levels
-            if span[0] <= level.height(chart.log_y) <= span[1]
+            (canvas.cell(0, y_axis.dot(level.y) or 0)[1], level.name) for level in self.levels
         ]
         for row, _ in levels:
             for column in range(canvas.columns):
@@ -473,8 +463,7 @@ def span_of(
     *,
     clip: bool = False,
 ) -> tuple[float, float] | None:
-    """Return the lowest and highest y to show: every finite value except clipped ones, and each level that is
-    close enough to them."""
+    """Return the lowest and highest y to show: every finite value except clipped ones, and each level."""
     values = [y for t in traces for b in t.buckets for y in (b.low, b.high) if y is not None]
     values += [point.y for point in points if math.isfinite(point.y)]
     if clip and values:
@@ -484,11 +473,8 @@ def span_of(
         values = [math.log10(y) for y in values if y > 0]
     if not values:
         return None
-    low, high = min(values), max(values)
-    room = (high / 2 - low / 2) * 0.8 if len(values) > FEW else math.inf
-    heights = [(level.height(log_y), level.always) for level in levels]
-    near = [y for y, always in heights if always or low - room <= y <= high + room]
-    return min([low, *near]), max([high, *near])
+    values += [level.height(log_y) for level in levels]
+    return min(values), max(values)
 
 
 def draw_line(

@@ -75,7 +75,7 @@ def test_commands_actions_options_choices_and_runs_are_offered(folder: Path, she
     assert offered(shell, folder, "diag") == ["diagnose"]
     assert {"new", "check", "close"} <= set(offered(shell, folder, "why", ""))
     assert offered(shell, folder, "why", "new", "--se") == ["--seen"]
-    assert set(offered(shell, folder, "diagnose", "--f")) == {"--fail-on", "--follow"}
+    assert set(offered(shell, folder, "diagnose", "--f")) == {"--fail-on"}
     assert set(offered(shell, folder, "diagnose", "--fail-on", "")) == {"wrong", "suspect"}
     assert "runs/kd-1" in offered(shell, folder, "tail", "runs/k")
     assert set(CHECK) <= set(offered(shell, folder, "completion", ""))

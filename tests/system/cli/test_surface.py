@@ -230,7 +230,6 @@ def printed(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dic
         ("diagnose", run),
         ("diagnose", hanging),
         ("diagnose", folder),
-        ("diagnose", "--follow", run),
         ("diagnose", "--list"),
         ("checks", run),
         ("checks", hanging),

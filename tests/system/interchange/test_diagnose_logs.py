@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-import signal
 import subprocess
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from engine.interchange.kinds import find_logs
 from engine.interchange.names import engine_names
 from engine.interchange.sources import Recorded
 from tests.support.foreign_logs import BEGAN_S, KINDS, Point, nanogpt, plain, transformers_text
-from tests.support.running import engine_here, start
+from tests.support.running import engine_here
 
 
 def falling(count: int = 300) -> list[Point]:
@@ -186,26 +184,6 @@ def test_standard_input_is_read_as_a_text(tmp_path: Path) -> None:
     assert done.returncode == 0 and done.stdout.startswith("✓ HEALTHY: no alert in 300 steps"), (
         done.stderr
     )
-
-
-def test_a_log_that_grows_is_followed_and_each_new_verdict_is_printed(tmp_path: Path) -> None:
-    path = nanogpt(falling(), tmp_path)
-    whole = path.read_text()
-    path.write_text("tokens per iteration will be: 491,520\n")
-    with ExitStack() as stack:
-        process = stack.enter_context(start("diagnose", path, "--follow"))
-        stack.callback(process.kill)
-        assert process.stdout is not None and process.stderr is not None
-        assert process.stderr.readline().startswith("waiting: text log")
-        path.write_text(whole)
-        assert "HEALTHY: no alert in 300 steps" in process.stdout.readline()
-        with path.open("a") as log:
-            log.write("".join(f"iter {at}: loss nan, time 500.00ms\n" for at in range(301, 340)))
-        line = process.stdout.readline()
-        assert "WRONG since step 301" in line and "; do: " in line
-        process.send_signal(signal.SIGINT)
-        assert process.stdout.read() == ""
-        assert process.wait(30) == 130
 
 
 @pytest.mark.parametrize("kind", ["json_lines", "table"])

@@ -165,7 +165,7 @@ class TimelinePane(ChartView, can_focus=True):
             lanes=self._lanes(view, low, high),
             note=gap_text(view),
             points=points,
-            levels=levels_of(view, on_top),
+            levels=levels_of(view) if on_top == "held-out" else (),
             signs=signs_of(placed, ascii_only=self._ascii_only),
             cursor=self.window.cursor,
             readout=self._readout(steps),
@@ -391,20 +391,9 @@ def heldout_points(view: RunView, low: float, high: float) -> tuple[Point, ...]:
     return tuple(points)
 
 
-def levels_of(view: RunView, on_top: str) -> tuple[Level, ...]:
-    """Return what the losses on top are compared with: on held-out text those of the teacher and of the start; in
-    training that of a uniform guess over V tokens (ln V), and CE's share of it in the objective."""
-    if on_top == "held-out":
-        losses = references(view).items()
-        return tuple(Level(y=loss, name=name, always=True) for name, loss in losses)
-    student, levels = view.models.get("student"), []
-    if student is not None and student.vocab_size > 1:
-        guessing = math.log(student.vocab_size)
-        levels.append(Level(y=guessing, name="ln V"))
-        alpha = view.started.alpha if view.started is not None else 0.0
-        if 0.0 < alpha < 1.0:
-            levels.append(Level(y=alpha * guessing, name="alpha ln V"))
-    return tuple(levels)
+def levels_of(view: RunView) -> tuple[Level, ...]:
+    """Return what the losses on held-out text are compared with: those of the teacher and of the start."""
+    return tuple(Level(y=loss, name=name) for name, loss in references(view).items())
 
 
 def step_words(steps: Table, row: int) -> str:

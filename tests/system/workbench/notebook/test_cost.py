@@ -161,7 +161,6 @@ Compare([place / "run"])._repr_mimebundle_()
 def page():
     # What a page can cause: a question, a selection, a choice, every button.
     live._hear(None, {"kind": "ready"}, [])
-    live._hear(None, {"kind": "window", "x": "step", "from": 1, "to": 9}, [])
     flip._set.value = "compute.threads=1"
     whys._change.value = "compute.threads=1"
     # All but the one that starts runs, which would go on behind this test.

@@ -133,28 +133,6 @@ def test_what_is_no_run_is_refused_at_once(tmp_path: Path) -> None:
         Live(run.path, set=["train.steps=3"])
 
 
-def test_a_selected_window_is_in_unix_seconds(tmp_path: Path) -> None:
-    live = Live(completed(tmp_path / "run").path)
-    live.wait(30)
-    live._hear(None, {"kind": "window", "x": "seconds", "from": 1.0, "to": 3.5}, [])
-    assert live.snapshot is not None and live.snapshot.view.first_unix_s is not None
-    begin = live.snapshot.view.first_unix_s
-    assert live.window == (begin + 1.0, begin + 3.5)
-    live.close()
-
-
-def test_a_window_of_steps_is_when_they_were_done(tmp_path: Path) -> None:
-    live = Live(completed(tmp_path / "run").path)
-    live.wait(30)
-    assert live.snapshot is not None
-    times = live.snapshot.view.steps.values("unix_s")
-    live._hear(None, {"kind": "window", "x": "step", "from": 9.5, "to": 20.0}, [])
-    assert live.window == (times[9], times[19])
-    live._hear(None, {"kind": "window", "x": "step", "from": 9.2, "to": 9.8}, [])
-    assert live.window == (times[9], times[19]) and "no step" in live._said.value
-    live.close()
-
-
 def test_the_still_is_small_and_says_how_it_ended(tmp_path: Path) -> None:
     live = Live(completed(tmp_path / "run", total=5000, nan=(70,)).path)
     live.wait(30)

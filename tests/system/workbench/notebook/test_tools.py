@@ -66,16 +66,16 @@ def test_a_click_runs_the_flip_whose_verdict_is_an_object_and_evidence(
     flip._start_button.click()
     until(lambda: flip._feed is not None)
     assert flip.wait(120) and flip.result is not None, flip._progress.value
-    result = flip.result
-    assert result.fields == read_verdict(result.folder)
-    assert result.verdict in str(result) and result.changes == ("compute.slow_by: 0.0 -> 3.0",)
-    assert result.verdict in flip._progress.value and "<svg" in flip._progress.value
+    result, folder = flip.result, flip._feed.folder
+    assert result == read_verdict(folder)
+    assert result["changes"] == ["compute.slow_by: 0.0 -> 3.0"]
+    assert result["verdict"] in flip._progress.value and "<svg" in flip._progress.value
     # What a person wrote is text, not markup.
     assert "<b>" not in flip._progress.value and "&lt;b&gt;" in flip._progress.value
     # The cell, run again in another kernel, shows the same flip and starts none.
-    again = Flip(ended_run, out=result.folder)
+    again = Flip(ended_run, out=folder)
     assert again.wait(30) and again.result == result
-    assert again.start() == result.folder and again._started is None
+    assert again.start() == folder and again._started is None
     again.close()
     flip.close()
 

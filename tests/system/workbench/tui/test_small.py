@@ -98,20 +98,6 @@ def test_on_few_rows_marks_stand_on_the_axis_and_the_cursor_takes_the_legend(
     assert plain(render_chart(line, 38, height, ascii_only=ascii_only))[0].startswith("step 30")
 
 
-def test_a_level_outside_the_plot_names_no_line_in_it() -> None:
-    """Its name once stood on the line of another level."""
-    values = [8.0 - n / 12 for n in range(60)]
-    buckets = [
-        Bucket(x_first=n, x_last=n, low=y, high=y, non_finite=False) for n, y in enumerate(values)
-    ]
-    trace = Trace(name="loss", buckets=tuple(buckets), last=values[-1])
-    levels = [Level(y=0.8, name="alpha ln V"), Level(y=3.0, name="teacher")]
-    chart = replace(chart_of([trace]), levels=tuple(levels))
-    rows = plain(render_chart(chart, 70, 16, ascii_only=False))
-    assert any(" teacher " in row for row in rows[2:])
-    assert not any("al" in row for row in rows[2:]), rows
-
-
 def test_two_levels_on_one_row_do_not_write_over_each_other() -> None:
     buckets = [
         Bucket(x_first=n, x_last=n, low=9.0 - n / 9, high=9.0, non_finite=False) for n in (0, 70)

@@ -181,15 +181,6 @@ def test_ascii_draws_a_character_for_each_trace() -> None:
     assert {"#", "o", "."} <= set(cells)
 
 
-def test_a_near_level_is_drawn_with_its_name_and_a_far_one_only_named() -> None:
-    ys = [3.0 + (i % 10) / 10 for i in range(40)]
-    near = lines_of(ys, levels=(Level(y=4.2, name="ln V"),))
-    assert any(" ln V " in row for row in area(near))
-    far = lines_of(ys, levels=(Level(y=400.0, name="ln V"),))
-    assert not any(" ln V " in row for row in area(far))
-    assert "ln V 400.0000 ▴" in "\n".join(far)
-
-
 def test_one_slow_step_does_not_flatten_the_others() -> None:
     slow: list[float | None] = [50.0, *(1.0 + (i % 5) / 10 for i in range(60))]
     lines = lines_of(
