@@ -20,7 +20,7 @@ import sys
 
 TYPE_CHECKING = False  # Python has imported the modules above before it reads any path, and none of `collections`.
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, MutableMapping
+    from collections.abc import Iterable, Mapping
 
 PYTHONPATH = "PYTHONPATH"
 ASIDE = "APR_WORKBENCH_PYTHONPATH"
@@ -29,7 +29,6 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 """The folder that this package is imported from."""
 TRACEBACKS = ("-X", "faulthandler", "-u")
 """Options of Python for a process whose last output must not be lost: unbuffered, with the stacks of a crash."""
-_CUSTOMIZE = ("sitecustomize.py", "sitecustomize", "usercustomize.py", "usercustomize")
 _STDLIB = os.path.dirname(os.__file__)
 _STDLIB_NAMES = (f"python{sys.version_info[0]}{sys.version_info[1]}.zip", "lib-dynload")
 
@@ -68,18 +67,6 @@ def ours_first() -> None:
         # The folder of `python -m`, which the installed scripts do not have either.
         del sys.path[0]
     _order(())
-
-
-def cover_torch(environ: MutableMapping[str, str]) -> None:
-    """Make the Python processes that torch starts (workers of its compiler) import what this one imports, and run no
-    `sitecustomize` of the user's. Folders with a `sitecustomize` and without torch are left out."""
-    environ["PYTHONSAFEPATH"] = "1"
-    kept = (entry for entry in sys.path if _has(entry, "torch") or not _has(entry, *_CUSTOMIZE))
-    environ.setdefault("TORCH_CUSTOM_PYTHONPATH", os.pathsep.join(kept))
-
-
-def _has(folder: str, *names: str) -> bool:
-    return any(os.path.exists(os.path.join(folder, name)) for name in names)
 
 
 def path() -> list[str]:

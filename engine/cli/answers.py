@@ -29,6 +29,7 @@ VERSIONS = {
     "step": 2,
     "doctor": 2,
     "data": 2,
+    "distill-check": 2,
 }
 """Version of each kind of object that is not at its first."""
 OF_LOGS = frozenset(

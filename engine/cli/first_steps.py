@@ -28,7 +28,7 @@ from engine.log.view import RunView
 from engine.machine.reading import Reading, absent, measured
 from engine.models.transformers_config import WARNS
 from engine.plan.data_size import PIECE_BYTES, SAMPLED_BYTES, DataSize
-from engine.plan.memory import EVAL_ROWS_AT_ONCE, ON_CARD
+from engine.plan.memory import EVAL_ROWS_AT_ONCE
 from engine.signals import scratch_folder
 from engine.spec import RunSpec, spec_to_toml
 from engine.spec.sections import ChecksSection
@@ -71,8 +71,6 @@ class FirstSteps:
     """Result of the check of the teacher; empty if the check did not run."""
     teacher_fails: bool = False
     """Whether that check stops the run."""
-    card: str = ""
-    """The longest row that fits the GPU that most people have, for adapters."""
     warnings: tuple[str, ...] = ()
     """Warnings of transformers in the trainer."""
 
@@ -97,7 +95,6 @@ class FirstSteps:
             f"all {steps:,} steps: {_words(self.total_s, format_seconds)}, without start, evaluations and checkpoints",
             f"memory at the peak, host: {_words(self.host_peak_bytes, format_bytes)}",
             f"memory at the peak, device: {_words(self.device_peak_bytes, format_bytes)}",
-            *([self.card] if self.card else []),
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -240,7 +237,6 @@ def _read(
         failed=failed,
         exit_code=code,
         teacher="" if check is None else f"teacher: {check.text}",
-        card=next((note.text for note in view.notes if note.text.startswith(ON_CARD)), ""),
         warnings=tuple(note.text for note in view.notes if note.text.startswith(WARNS)),
         teacher_fails=check is not None and check.level == "fail" and spec.checks.on_fail == "stop",
     )

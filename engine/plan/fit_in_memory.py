@@ -16,44 +16,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engine.decision import Decision
-from engine.machine.reading import measured
-from engine.plan.device import limited
 from engine.plan.knobs import KNOBS
-from engine.plan.memory import CARD_GIB, ON_CARD, MemoryPlan
+from engine.plan.memory import MemoryPlan
 from engine.units import format_bytes
 
 FEWER_CHUNK_ROWS = (1024, 512)
 """Numbers of tokens whose logits are kept at a time when memory is short, largest first. Matmuls with
 fewer rows are slower, and a quantised head is dequantised again for each chunk.
 """
-
-
-MIN_ROW_TOKENS = 256
-"""Length of the shortest row that is tried, in tokens."""
-
-
-def longest_on_card(plan: MemoryPlan, *, stored: str | None) -> int:
-    """Return how many tokens, a power of two, one row a step may have within CARD_GIB; 0 where none fits.
-
-    `plan` is for a GPU and decides nothing yet; its row's number and length, and its memory, are replaced.
-    """
-    card_bytes = CARD_GIB << 30
-    available = limited(measured(card_bytes, "the card"), card_bytes, on_gpu=True)
-    card = replace(plan, available=available)
-    longest, tokens = 0, MIN_ROW_TOKENS
-    while tokens <= plan.student.max_position_embeddings:
-        row = card.changed({"train.rows": 1, "data.seq_len": tokens})
-        if not fit(row, stored=stored)[0].budget().fits:
-            break
-        longest, tokens = tokens, 2 * tokens
-    return longest
-
-
-def on_card(tokens: int) -> str:
-    """Describe the result of `longest_on_card`."""
-    if not tokens:
-        return f"{ON_CARD} not even one row of {MIN_ROW_TOKENS} tokens a step"
-    return f"{ON_CARD} one row of up to {tokens:,} tokens a step"
 
 
 def fit(plan: MemoryPlan, *, stored: str | None) -> tuple[MemoryPlan, list[Decision]]:

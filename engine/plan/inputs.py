@@ -1,13 +1,11 @@
 """Check everything of a run's inputs that can be checked without torch, before a run folder exists.
 
-This reads headers, configs and names but no tensors, so it takes well under a second for a 7B teacher. Only where
-student and teacher have one shape are their files compared, up to the first byte that differs.
+This reads headers, configs and names but no tensors, so it takes well under a second for a 7B teacher.
 The trainer checks what needs the data itself.
 """
 
 from __future__ import annotations
 
-import filecmp
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -198,37 +196,22 @@ def _first(tokenizers: Mapping[str, Tokenizer | None], spec: RunSpec) -> Tokeniz
     )
 
 
-def _check_not_teacher(spec: RunSpec, teacher: ModelConfig, student: ModelConfig) -> None:
-    """Refuse a student whose files are the teacher's, or copies of them. The trainer compares the values, which
-    also finds one model in two formats (`engine.teachers.same_model`)."""
-    allowed = spec.teacher.allow_identical or spec.teacher.context
-    if teacher != student or not spec.has_teacher or allowed:
+def _check_not_teacher(spec: RunSpec) -> None:
+    """Refuse a student that is the teacher's own file or folder. The trainer compares the values, which also finds
+    copies and other formats (`engine.teachers.same_model`)."""
+    teacher, student = spec.teacher, spec.student
+    if teacher.allow_identical or teacher.context or not spec.has_teacher:
         return
-    teacher_files, student_files = (
-        _tensor_files(spec.teacher.path),
-        _tensor_files(spec.student.path),
-    )
-    if len(teacher_files) == len(student_files) and all(
-        map(_same_file, teacher_files, student_files)
-    ):
+    if Path(student.path).samefile(teacher.path):
         raise BadInput.expected(
             "student.path",
-            spec.student.path,
+            student.path,
             "other weights than the teacher's",
-            f"the same values: the files are those of {spec.teacher.path}, byte for byte",
+            "the teacher's own",
             hint="a student equal to its teacher has nothing to learn from it; give a smaller model, or a shape for "
             "fresh weights in student.config; with teacher.context it learns what that text tells its teacher; "
             "teacher.allow_identical=true trains it all the same",
         )
-
-
-def _tensor_files(path: str) -> list[Path]:
-    with open_weights(Path(path)) as weights:
-        return sorted({info.file for info in weights.tensors.values()})
-
-
-def _same_file(left: Path, right: Path) -> bool:
-    return left.samefile(right) or filecmp.cmp(left, right, shallow=False)
 
 
 def _check_widths(spec: RunSpec, teacher: ModelConfig, student: ModelConfig) -> None:
@@ -279,13 +262,12 @@ def check_inputs(spec: RunSpec, run: Path | None = None) -> Inputs:
         _model(spec.teacher.path, spec.model) if spec.teacher.path else (None, None)
     )
     if spec.student.path:
+        _check_not_teacher(spec)
         student, student_size = _model(spec.student.path, spec.model)
     else:
         student, student_size = read_config(Path(spec.student.config), spec.model), None
     if teacher is not None:
         _check_widths(spec, teacher, student)
-        if spec.student.path:
-            _check_not_teacher(spec, teacher, student)
     _check_native(spec, teacher, student)
     packed = spec.teacher.backend == "quantized"
     if packed and teacher_size is not None and not teacher_size.matrices:

@@ -82,9 +82,6 @@ from engine.teachers.context_passes import pass_tokens
 from engine.teachers.store.keys import HIDDEN, Identity
 from engine.units import format_bytes, format_count
 
-CARD_GIB = 24
-"""Memory of a common GPU, in GiB; for adapters the plan names the longest row that fits in it."""
-ON_CARD = f"memory: a GPU with {CARD_GIB} GiB holds"
 ITEM_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp8": 2}
 """Bytes of a number, by precision. tf32 is fp32 in memory, and fp8 is bf16 except for the weights of the
 layers.

@@ -26,7 +26,7 @@ from engine.errors import BadInput
 from engine.kernels.dequantize import has_triton
 from engine.models.config import ModelConfig, count_parameters
 from engine.plan.device import ComputeDevice
-from engine.plan.fit_in_memory import fit, longest_on_card
+from engine.plan.fit_in_memory import fit
 from engine.plan.inputs import Inputs
 from engine.plan.knobs import KNOBS
 from engine.plan.memory import ITEM_BYTES, MemoryBudget, MemoryPlan
@@ -129,8 +129,6 @@ class RunFacts:
     log: Log
     store: Stored | None = None
     """The store that replaces the teacher when the run reads its outputs."""
-    card_tokens: int | None = None
-    """As in `Plan`."""
 
     def take(self, key: str, **computed: Any) -> str:
         """Decide one setting, log the decision and return the choice."""
@@ -195,8 +193,6 @@ class Plan:
     """With student.checkpointing: how many of the student's last layers keep their activations nevertheless."""
     shares_weights: bool = False
     """Whether the teacher's weights are also the frozen base of adapters, held once."""
-    card_tokens: int | None = None
-    """Tokens of the longest row that fits a GPU with `CARD_GIB`, where adapters are trained on a GPU."""
 
     @property
     def sparse(self) -> bool:
@@ -247,7 +243,6 @@ def plan_run(
         budget=budget,
         kept_layers=memory.kept_layers,
         shares_weights=memory.shares_weights,
-        card_tokens=facts.card_tokens,
     )
 
 
@@ -317,8 +312,6 @@ def plan_memory(facts: RunFacts) -> MemoryPlan:
         context=len(facts.inputs.context),
         store=facts.store.identity if facts.store else None,
     )
-    if initial.adapted and initial.on_gpu:
-        facts.card_tokens = longest_on_card(initial, stored=facts.stored)
     plan, decisions = fit(initial, stored=facts.stored)
     if ranks > 1 and facts.teacher is not None:
         shared, shared_decisions = fit(

@@ -18,13 +18,11 @@ part of it either, so a teacher cannot pass them to an optimizer.
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from torch import Tensor
 
-from engine.data.batches import Batch
 from engine.errors import InternalError
-from engine.loss.chunks import SparseTargets
 from engine.models.head import Head
 
 # Shapes: B rows, T tokens, E teacher width
@@ -44,39 +42,6 @@ class Teacher(Protocol):
 
     def head(self) -> Head:
         """Return the output matrix, `vocab_size` rows of width E."""
-        ...
-
-
-@runtime_checkable
-class KnowsRows(Protocol):
-    """A teacher that identifies rows by their content."""
-
-    def note(self, batch: Batch, tokens_BT: Tensor, documents_BT: Tensor) -> None:
-        """Tell the teacher, before it is called with them, that these device tensors hold the
-        tokens and documents of `batch`. Reading them back would synchronise with the device.
-        """
-        ...
-
-
-@runtime_checkable
-class GivesTargets(Protocol):
-    """A teacher that may give sparse targets instead of hidden states."""
-
-    def targets(self, tokens_BT: Tensor, documents_BT: Tensor) -> SparseTargets | None:
-        """Return the teacher's probabilities of a few token ids per token, or None if `hidden` and
-        `head` are to be used instead.
-        """
-        ...
-
-
-@runtime_checkable
-class Prefetches(Protocol):
-    """A teacher that can start computing a batch before its output is needed."""
-
-    def prefetch(self, tokens_BT: Tensor, documents_BT: Tensor) -> None:
-        """Start computing the hidden states of a batch, after all work launched on the device so
-        far. A later `hidden` returns them if it gets the same tensor objects, unmodified.
-        """
         ...
 
 

@@ -10,7 +10,6 @@ import sys
 from collections.abc import MutableMapping
 from pathlib import Path
 
-from engine import child
 from engine.terminal import say
 
 ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -38,7 +37,6 @@ def main() -> int:
         from engine.train.ranks.torchrun import die_with_parent
 
         die_with_parent()
-    child.cover_torch(os.environ)
     grow_segments(os.environ)
     # Default handling until the run installs its own handlers: nothing has started, and a traceback would not
     # help.

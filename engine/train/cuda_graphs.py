@@ -16,8 +16,7 @@ next power of two that holds it.
 
 autograd sees one function from embedded tokens to hidden states. Its backward pass sets `.grad` itself:
 the gradients lie in the graph's memory, and copying them would cost what the graph saves. So they are
-valid only until the next backward pass, and gradients cannot be accumulated. The oracle is eager launches
-(`engine.train.capture_student` compares both before the first step).
+valid only until the next backward pass, and gradients cannot be accumulated. The oracle is eager launches.
 
 A capture can fail in the middle of a run, when a batch needs a larger capacity than the GPU has memory
 for. It is made before anything of the step depends on it: it writes to its own tensors, accumulates no

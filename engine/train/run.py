@@ -39,7 +39,6 @@ from engine.models.packed import head_of
 from engine.models.transformers_config import forget_warnings, library_warnings
 from engine.plan.cost import flops_per_token, peak_flops, step_costs
 from engine.plan.device import ComputeDevice, set_up_device
-from engine.plan.fit_in_memory import on_card
 from engine.plan.inputs import Inputs, check_inputs
 from engine.plan.memory import evaluates_late
 from engine.plan.run_plan import Plan, plan_run
@@ -53,7 +52,7 @@ from engine.terminal import say
 from engine.train import to_events
 from engine.train.background import Background, ModelHash
 from engine.train.build import Builder, holds_heldout, recall_heldout
-from engine.train.capture_student import configure_student, log_no_graphs
+from engine.train.capture_student import configure_student
 from engine.train.checkpoint.continuing import versions_changed
 from engine.train.checkpoint.keeper import Keeper
 from engine.train.compiles import Compiles
@@ -233,8 +232,6 @@ class _Job:
             log(Phase(name="planning"))
             plan = plan_run(self.spec, inputs, compute, data.stream, self.log)
             spec = self.spec = plan.spec
-            if plan.card_tokens is not None:
-                log(Note(level="info", text=on_card(plan.card_tokens)))
             if ranks.first:
                 self.folder.write_resolved(spec.to_dict())
             builder = Builder(
@@ -273,7 +270,7 @@ class _Job:
             and teacher.sha256 is not None
         ):
             teacher.sha256()  # refuses another teacher than the run's
-        self._configure_student(trainer, plan)
+        configure_student(trainer, plan, log)
         started = self._start_event(trainer, plan, resumed_from)
         log(started)
         if changed := versions_changed(self.before, started):
@@ -285,22 +282,14 @@ class _Job:
             trainer = self._shard(trainer, builder, teacher.decoder)
             loop.check_with(trainer)
             # After this, nothing references the unsharded state that every rank had.
-            self._configure_student(trainer, plan)
+            configure_student(trainer, plan, log)
         with compute.memory.use():  # AdamW allocates its moments in the first step
             ended_early = loop.train(trainer)
         if teacher.sha256 is not None and self.stop.reason is None:
             teacher.sha256()
         self.compiles.counts(loop.step, self.log)
         if isinstance(teacher.teacher, CachedTeacher):
-            steps = trainer.step - (resumed_from or 0)
-            text, trained = (
-                teacher.teacher.summary,
-                steps * spec.train.rows * spec.train.accumulation,
-            )
-            log(Note(level="info", text=text))
-            if teacher.teacher.asked < trained:
-                text = f"teacher outputs: {trained:,} rows were trained on, and {teacher.teacher.asked:,} asked for"
-                log(Note(level="error", text=text))
+            log(Note(level="info", text=teacher.teacher.summary))
         if ended_early is not None:
             return ended_early
         if spec.checkpoint.at_end:
@@ -310,17 +299,6 @@ class _Job:
             self._save_results(trainer, loop, inputs, data, hashes, untrained)
         return RunFinished(
             state="completed", reason="every step done", exit_code=0, step=trainer.step
-        )
-
-    def _configure_student(self, trainer: Trainer, plan: Plan) -> None:
-        def given_up(why: str) -> None:
-            log_no_graphs(trainer.step + 1, why, self.log)
-
-        configure_student(
-            trainer,
-            plan=plan,
-            graphs_given_up=given_up,
-            log=self.log,
         )
 
     def _join_ranks(self) -> ComputeDevice:

@@ -16,8 +16,8 @@ finished, and the device never waits for the host. After `launch`, weights, opti
 of the step launched last. Ranks may differ in how far they launch ahead: each runs the same collectives in
 the same order.
 
-The next batch is fetched once the backward pass of the current one has been launched. A teacher that
-supports it (`prefetch`) starts to read that batch before the optimizer runs.
+The next batch is fetched once the backward pass of the current one has been launched. Stored teacher outputs of that
+batch are read from then on, before the optimizer runs.
 
 Invariants: the rows in the logged loss are exactly the rows of the update; `lr` is read back from the
 optimizer; `position` counts the rows of steps that were begun, and not those of a batch that was only
@@ -43,7 +43,8 @@ from engine.models.decoder import Decoder
 from engine.runtime.device import torch_dtype
 from engine.runtime.ranks import Ranks, gather_early, is_shared, own_part, sum_gradients
 from engine.spec import LossSection, TrainSection
-from engine.teachers.protocol import GivesTargets, KnowsRows, Prefetches, Teacher
+from engine.teachers.protocol import Teacher
+from engine.teachers.store.teacher import CachedTeacher
 from engine.train.cuda_graphs import Graphs
 from engine.train.optimizer import EmbeddingRows, build_optimizer, total_norm, update_if_finite
 from engine.train.rollout import Rollout, is_written
@@ -155,10 +156,8 @@ class Trainer:
             with self.host.measure(DATA):
                 if following is not None:
                     micro = self._on_device(following)
-                    self._prefetch(micro)
                 elif self._fetches_ahead and number < self.train.steps:
                     self._ahead = self._on_device(self._part_at(self.position, self.ranks.rank))
-                    self._prefetch(self._ahead)
         if self._is_replicated:
             sum_gradients(self.parameters)
         # The time of observers is not part of any phase of the step.
@@ -297,14 +296,9 @@ class Trainer:
             return ahead
         tokens_BT, documents_BT, _ = batch.to_torch(self.device)
         record_documents(documents_BT, batch.documents_BT)
-        if isinstance(self.teacher, KnowsRows):
+        if isinstance(self.teacher, CachedTeacher):
             self.teacher.note(batch, tokens_BT, documents_BT)
         return MicroBatch(batch, position, tokens_BT, documents_BT, written)
-
-    def _prefetch(self, micro: MicroBatch) -> None:
-        """Let a teacher that supports it start on a batch before its turn."""
-        if self.has_teacher and self._fetches_ahead and isinstance(self.teacher, Prefetches):
-            self.teacher.prefetch(micro.tokens_BT, micro.documents_BT)
 
     def _objective(self, micro: MicroBatch) -> LossSection:
         """Return the objective of a micro-batch."""
@@ -317,7 +311,7 @@ class Trainer:
         """Run the teacher on a micro-batch."""
         if self.teacher is None or self._objective(micro).alpha == 1:
             return TeacherOutput()
-        if isinstance(self.teacher, GivesTargets):
+        if isinstance(self.teacher, CachedTeacher):
             targets = self.teacher.targets(micro.tokens_BT, micro.documents_BT)
             if targets is not None:
                 return TeacherOutput(targets=targets)

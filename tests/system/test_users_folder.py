@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from engine import child
 from engine.attach.command import PROBE
 from engine.log.folder import RunFolder
 from tests.support.kit import Kit
@@ -287,25 +286,6 @@ def test_a_watched_script_imports_what_it_imports_by_hand(tmp_path: Path, kind: 
     others = [line.split()[0] for line in imported if line not in of_script]
     assert others == [line.split()[0] for line in at_start]
     assert outcome(tmp_path / "runs" / "run") == 0
-
-
-TORCHS = """
-import os, subprocess, sys
-from engine import child
-child.cover_torch(os.environ)
-from torch._inductor.utils import python_subprocess_env
-ask = "import engine.child, torch, token; print(engine.child.__file__)"
-subprocess.run([sys.executable, "-c", ask], env=python_subprocess_env(), check=True)
-"""
-
-
-@pytest.mark.soak
-def test_a_process_that_torch_starts_imports_what_its_trainer_does(shell: Shell) -> None:
-    shadow(shell.folder / "lib", shell.marks, ["engine", "token", "sitecustomize"])
-    users = shell.environment | {"PYTHONPATH": f"lib{os.pathsep}{ROOT}"}
-    done = shell.python("-P", "-c", TORCHS, **child.environment(users))
-    assert done.returncode == 0 and done.stdout.startswith(child.__file__), done.stderr
-    assert shell.imported == []
 
 
 def outcome(run: Path) -> int | None:

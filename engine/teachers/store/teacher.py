@@ -241,11 +241,6 @@ class CachedTeacher:
             self._drop(self._noted.popleft())
         self._noted.append(self._new(batch, tokens_BT, documents_BT))
 
-    def prefetch(self, tokens_BT: Tensor, documents_BT: Tensor) -> None:
-        """Start reading a batch, unless `note` already did."""
-        if not any(noted.batch.is_of(tokens_BT, documents_BT) for noted in self._noted):
-            self.note(_copy_to_host(tokens_BT, documents_BT), tokens_BT, documents_BT)
-
     def hidden(self, tokens_BT: Tensor, documents_BT: Tensor) -> Tensor:
         """Return the stored hidden states, as `Teacher.hidden` does. Raises NoHiddenStates if none are stored."""
         if not self.gives_hidden:
@@ -271,14 +266,10 @@ class CachedTeacher:
         return as_targets(identity, stored)
 
     @property
-    def asked(self) -> int:
-        """Number of rows requested so far."""
-        return self.hits + self.misses
-
-    @property
     def summary(self) -> str:
         """Hits and misses so far, in words."""
-        text = f"teacher outputs: {self.hits:,} of {self.asked:,} rows came from {self.store.path}"
+        rows = self.hits + self.misses
+        text = f"teacher outputs: {self.hits:,} of {rows:,} rows came from {self.store.path}"
         return f"{text}, {self.misses:,} from the teacher" if self.misses else text
 
     def close(self) -> None:

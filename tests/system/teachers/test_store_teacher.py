@@ -27,7 +27,7 @@ from engine.models.load import load_decoder, new_decoder
 from engine.models.read_config import read_config
 from engine.spec import RunSpec, load_spec
 from engine.teachers.frozen import DequantizedTeacher
-from engine.teachers.protocol import GivesTargets, KnowsRows, NoHiddenStates, Prefetches, Teacher
+from engine.teachers.protocol import NoHiddenStates, Teacher
 from engine.teachers.store import write
 from engine.teachers.store.fidelity import MIN_COMPARED
 from engine.teachers.store.folder import open_store, shard_path
@@ -129,10 +129,8 @@ def test_training_from_stored_hidden_states_is_training_with_the_teacher_bit_for
     assert "32 of 32 rows" in teacher.summary
 
 
-def test_it_is_everything_the_trainer_asks_for(spec_file: Path, hidden_store: Path) -> None:
+def test_stored_hidden_states_give_no_targets(spec_file: Path, hidden_store: Path) -> None:
     teacher = cached(hidden_store, load_spec(spec_file)[0])
-    for protocol in (KnowsRows, GivesTargets, Prefetches):
-        assert isinstance(teacher, protocol)
     assert teacher.targets(torch.zeros(1, 32).long(), torch.zeros(1, 32).long()) is None
 
 
@@ -192,7 +190,6 @@ def test_what_was_noted_is_read_from_the_host_and_found_by_the_tensors_themselve
     with monkeypatch.context() as patch:
         patch.setattr("engine.teachers.store.teacher._copy_to_host", None)
         teacher.note(batch, tokens_BT, documents_BT)
-        teacher.prefetch(tokens_BT, documents_BT)
         assert torch.equal(teacher.hidden(tokens_BT, documents_BT), wanted)
     teacher.note(batch, tokens_BT, documents_BT)
     tokens_BT[0, 0] += 1  # other tokens now: what was noted is no answer
@@ -554,16 +551,3 @@ def test_a_teacher_that_does_not_fit_is_not_loaded_to_be_compared(
     assert code == 0 and view.checks["stored_outputs"].level == "unknown"
     assert "not compared" in view.checks["stored_outputs"].text
     assert "comparing stored outputs" not in run.events.read_text()
-
-
-@pytest.mark.parametrize(("asked", "levels"), [(None, []), (3, ["error"])])
-def test_fewer_rows_of_a_store_than_were_trained_on_are_an_error(
-    asked: int | None, levels: list[str], kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec = kit.spec(tmp_path, teacher__cache=str(tmp_path / "store"), train__steps=2)
-    make_store(spec, tmp_path / "store", form="top_k", count=8)
-    if asked is not None:
-        monkeypatch.setattr(CachedTeacher, "asked", asked)
-    run, _ = carry_out(spec, tmp_path / "run")
-    notes = Follower(run).read_all().notes
-    assert [note.level for note in notes if "were trained on" in note.text] == levels

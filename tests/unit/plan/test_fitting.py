@@ -12,7 +12,7 @@ from engine.decision import Decision
 from engine.errors import BadInput
 from engine.machine.reading import absent, measured
 from engine.plan.device import CONTEXT_BYTES, limit_allocator, limited
-from engine.plan.fit_in_memory import FEWER_CHUNK_ROWS, fit, longest_on_card, on_card
+from engine.plan.fit_in_memory import FEWER_CHUNK_ROWS, fit
 from engine.plan.memory import MemoryPlan
 from engine.spec import spec_from_dict
 from evidence.bench.shapes import config_named
@@ -177,32 +177,3 @@ def test_a_limit_less_the_context_is_what_torch_gives_at_most() -> None:
             torch.empty(2 * GIB, dtype=torch.uint8, device="cuda")
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-
-
-@pytest.mark.parametrize("available_gib", [24.0, 141.0])
-def test_the_longest_row_on_a_card_fits_it_and_one_of_twice_its_length_does_not(
-    available_gib: float,
-) -> None:
-    tree = {section: dict(values) for section, values in SPEC.items()}
-    tree["student"] = {"path": "base", "adapter": "lora", "adapter_rank": 32}
-    whole = planned(
-        spec_from_dict(tree),
-        teacher=STUDENT,
-        student=STUDENT,
-        available=measured(round(available_gib * GIB), "a test"),
-        student__attention="packed",
-        teacher__attention="packed",
-        loss__kernel="fused",
-    )
-    longest = longest_on_card(whole, stored=None)
-    assert longest >= 8192 and longest & (longest - 1) == 0
-    room = limited(measured(24 * GIB, "a card"), 24 * GIB, on_gpu=True)
-    for tokens, fits in ((longest, True), (2 * longest, False)):
-        row = replace(whole, available=room).changed({"train.rows": 1, "data.seq_len": tokens})
-        beyond = tokens > STUDENT.max_position_embeddings
-        assert beyond or fit(row, stored=None)[0].budget().fits is fits
-    assert (
-        on_card(longest)
-        == f"memory: a GPU with 24 GiB holds one row of up to {longest:,} tokens a step"
-    )
-    assert "not even one row of 256 tokens" in on_card(0)

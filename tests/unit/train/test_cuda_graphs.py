@@ -166,7 +166,8 @@ def test_layers_that_cannot_be_captured_are_launched_one_by_one_and_the_log_says
         def given_up(why: str) -> None:
             log_no_graphs(7, why, partial(write, log))
 
-        assert capture_student(trainer, length=32, given_up=given_up) is None
+        capture_student(trainer, length=32, given_up=given_up)
+        assert trainer.graphs is None
     assert trainer.graphs is None and next(iter(trainer.steps())).updated
     follower = Follower(run)
     follower.read_all()
@@ -248,6 +249,30 @@ def with_documents(trainer: Trainer, every: int) -> Trainer:
     return trainer
 
 
+def outputs_of(trainer: Trainer) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return the hidden states of the first batch, and every gradient under a fixed upstream gradient."""
+    given = trainer._on_device(trainer._part_at(0, 0))
+    with trainer.autocast():
+        hidden_BTD = trainer.hidden(given.tokens_BT, given.documents_BT)
+    generator = torch.Generator("cuda").manual_seed(0)
+    upstream_BTD = torch.randn(
+        hidden_BTD.shape, generator=generator, device="cuda", dtype=hidden_BTD.dtype
+    )
+    torch.autograd.backward(hidden_BTD, upstream_BTD)
+    gradients = [p.grad.clone() for p in trainer.parameters if p.grad is not None]
+    trainer.optimizer.zero_grad(set_to_none=True)
+    return hidden_BTD.detach().clone(), gradients
+
+
+def assert_outputs_agree(plain: Trainer, captured: Trainer) -> None:
+    """The weights of both are equal. Tiny gradients are noise: they are compared with the whole gradient."""
+    wanted, found = outputs_of(plain), outputs_of(captured)
+    assert torch.equal(found[0], wanted[0])
+    whole = torch.stack([gradient.norm() for gradient in wanted[1]]).norm()
+    for one, other in zip(found[1], wanted[1], strict=True):
+        assert (one - other).norm() / other.norm().clamp(min=0.01 * whole) < 0.02
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("update", ["torch", "fused"])
 @pytest.mark.parametrize("tied", [True, False])
@@ -255,8 +280,8 @@ def test_steps_of_captured_layers_are_those_of_layers_launched_one_by_one(
     update: str, tied: bool
 ) -> None:
     plain, captured = gpu_trainer(update, tied=tied), gpu_trainer(update, tied=tied)
-    agreement = capture_student(captured, length=256)
-    assert agreement.hidden == 0 and agreement.worst < 0.02
+    capture_student(captured, length=256)
+    assert_outputs_agree(plain, captured)
     assert captured.graphs is not None and captured.graphs.captures == 1
     for one, other in zip(run_ahead(plain), run_ahead(captured), strict=True):
         assert other.loss == pytest.approx(one.loss, rel=2e-3)
@@ -270,8 +295,8 @@ def test_steps_of_captured_layers_with_adapters_are_those_of_layers_launched_one
 ) -> None:
     adapter = StudentSection(path="base", adapter="lora", adapter_rank=32, adapter_targets=targets)
     plain, captured = (gpu_trainer("fused", adapter=adapter) for _ in range(2))
-    agreement = capture_student(captured, length=256)
-    assert agreement.hidden == 0 and agreement.worst < 0.02
+    capture_student(captured, length=256)
+    assert_outputs_agree(plain, captured)
     assert captured.graphs is not None and captured.graphs.pool_bytes > 0
     for one, other in zip(run_ahead(plain), run_ahead(captured), strict=True):
         assert other.loss == pytest.approx(one.loss, rel=2e-3)
@@ -353,8 +378,8 @@ def test_weights_are_hashed_while_layers_are_captured() -> None:
     tensors = _Read({f"x{n}": torch.arange(1 << 10, device="cuda") for n in range(40)})
     known = ModelHash(tensors, cast(Any, str), lambda _: None)
     trainer.student.layers[1] = _WaitsForHash(trainer.student.layers[1], tensors, known)
-    agreement = capture_student(trainer, length=256)
-    assert agreement is not None and agreement.hidden == 0
+    capture_student(trainer, length=256)
+    assert trainer.graphs is not None
     assert known.result() == tensors_sha256({f"x{n}": torch.arange(1 << 10) for n in range(40)})
 
 
@@ -379,8 +404,8 @@ def test_memory_that_runs_out_under_a_capture_leaves_a_run_that_goes_on(update: 
     other.student.layers[1] = greedy = _Greedy(other.student.layers[1])
     said: list[str] = []
     stream, random = torch.cuda.current_stream(), torch.cuda.get_rng_state()
-    agreement = capture_student(other, length=256, given_up=said.append)
-    assert agreement is not None and other.graphs is not None and not said
+    capture_student(other, length=256, given_up=said.append)
+    assert other.graphs is not None and not said
     # The next batch is captured anew, and now there is no memory for it.
     other.graphs._capacity = 0
     greedy.wants_too_much = True
@@ -393,8 +418,8 @@ def test_memory_that_runs_out_under_a_capture_leaves_a_run_that_goes_on(update: 
     # Nothing of the failed capture holds memory, and another one can be made.
     greedy.wants_too_much = False
     other.optimizer.zero_grad(set_to_none=True)
-    again = capture_student(other, length=256)
-    assert again is not None and again.hidden == 0
+    capture_student(other, length=256)
+    assert_outputs_agree(plain, other)
 
 
 ASKS = """

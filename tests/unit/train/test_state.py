@@ -240,11 +240,6 @@ def test_tensor_files_are_what_the_safetensors_library_reads() -> None:
     assert load(written(TensorWriter({}))) == {}
 
 
-def test_a_dtype_without_a_name_in_the_format_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"tensor z: .* found torch\.complex64"):
-        TensorWriter({"z": torch.zeros(2, dtype=torch.complex64)})
-
-
 def test_files_hold_no_pickle_and_json_holds_no_nan(tmp_path: Path) -> None:
     model, optimizer = build(0)
     train(model, optimizer, 1)
@@ -252,16 +247,6 @@ def test_files_hold_no_pickle_and_json_holds_no_nan(tmp_path: Path) -> None:
     for name in (STUDENT_FILE, OPTIMIZER_FILE, RNG_FILE):
         assert load_file(saved.path / name)
     json.loads((saved.path / STATE_FILE).read_text())
-    with pytest.raises(ValueError, match="finite number, found nan"):
-        capture(
-            model,
-            optimizer,
-            step=1,
-            seed=0,
-            spec_sha256="",
-            position={},
-            best_held_out_loss=float("nan"),
-        )
 
 
 def test_a_checkpoint_with_other_files_or_another_step_is_not_a_training_state(
@@ -277,17 +262,6 @@ def test_a_checkpoint_with_other_files_or_another_step_is_not_a_training_state(
     assert found is not None
     with pytest.raises(CheckpointError, match="expected step 6, as the checkpoint, found 5"):
         unpack(found)
-
-
-def test_amsgrad_and_foreign_parameters_are_refused_at_capture() -> None:
-    model, _ = build(0)
-    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
-    train(model, optimizer, 1)
-    with pytest.raises(ValueError, match=r"optimizer: embed\.weight — expected .*max_exp_avg_sq"):
-        state_of(model, optimizer)
-    stranger = torch.optim.AdamW([nn.Parameter(torch.zeros(2))])
-    with pytest.raises(ValueError, match="found 1 others"):
-        state_of(model, stranger)
 
 
 @pytest.mark.gpu
