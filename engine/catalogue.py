@@ -1,8 +1,11 @@
-"""Texts of everything that is judged: checks, stages of the audit, alerts, and the identities of a watched script. Each
-has its question, what a failure means, and what to do. No torch.
+"""Texts of everything that is judged: checks, stages of the audit, alerts, and the identities of a watched script:
+relations that hold in every healthy training step. Each has its question, what a failure means, and what to do. This
+module does not import torch.
 
-The judge has the same id: a function of `engine.checks` or `engine.audit.judge` for a check or stage, one of
-`engine.watch.rules` for an alert, and the probe (`engine/attach/probe/apr_watch`) for an identity.
+A check or stage is judged by the function of the same name in `engine.checks` or `engine.audit.judge`, an alert by the
+one in `engine.watch.rules`, an identity by the probe (`engine/attach/probe/apr_watch`).
+
+The question of a check, a stage or an identity is answered by yes when all is well; that of an alert by no.
 """
 
 from __future__ import annotations
@@ -227,8 +230,8 @@ CHECKS: tuple[About, ...] = (
     ),
     _check(
         id="memory_as_planned",
-        wrong="the peak of memory is not near the planned one",
-        question="Is the measured peak of memory near the one that was planned?",
+        wrong="peak memory is not near the planned one",
+        question="Is the measured peak memory near the planned one?",
         means="The plan cannot be trusted to refuse a run that does not fit.",
         remedy="`engine doctor` shows what else uses the device. Set memory.limit_gib to plan for less memory, or "
         "memory.budget=report to be warned only.",
@@ -269,11 +272,9 @@ ALERTS: tuple[About, ...] = (
     _alert(
         "nobody_works",
         SUSPICION,
-        "Does a process that was already running when watching began use the CPU or the GPU at all?",
+        "Has a process that was already running when watching began used neither the CPU nor the GPU?",
     ),
-    _alert(
-        "stalled_at_start", FAIL, "Is the run silent before its first step, and in which phase?"
-    ),
+    _alert("stalled_at_start", FAIL, "Is the run silent before its first step?"),
     _alert("stalled", FAIL, "Has the run stopped making steps?"),
     _alert("gpu_idle", FAIL, "Is the GPU idle while a model should be computing?"),
     _alert(
@@ -282,7 +283,7 @@ ALERTS: tuple[About, ...] = (
         "Is the teacher computed by the CPU although the run is on a GPU?",
     ),
     _alert("throttled", SUSPICION, "Are the GPU's clocks throttled by heat or the power supply?"),
-    _alert("gpu_lost", FAIL, "Is the GPU still there?"),
+    _alert("gpu_lost", FAIL, "Has the driver lost the GPU?"),
     _alert("memory_ceiling", FAIL, "Does memory use grow from step to step towards the limit?"),
     _alert("memory_pressure", FAIL, "Do all processes wait for memory?"),
     _alert(
@@ -291,20 +292,24 @@ ALERTS: tuple[About, ...] = (
         "Does one part of the step take many times what its arithmetic needs on this machine?",
     ),
     _alert("data_wait", SUSPICION, "Do steps wait for data?"),
-    _alert("unaccounted", SUSPICION, "Is the time between two steps spent on training?"),
-    _alert("seldom_training", SUSPICION, "Does most of the time go into training?"),
+    _alert(
+        "unaccounted",
+        SUSPICION,
+        "Is much of the time between two steps spent on no part of the step?",
+    ),
+    _alert(
+        "seldom_training", SUSPICION, "Does most of the time go into something other than training?"
+    ),
     _alert("step_time_drift", SUSPICION, "Does a step take longer than it did at the beginning?"),
     _alert("compile_after_warm_up", SUSPICION, "Did a step wait for a compiler?"),
     _alert("non_finite", FAIL, "Was a loss, gradient or weight NaN or infinite?"),
     _alert("loss_not_below_guessing", FAIL, "Is the student no better than uniform guessing?"),
+    _alert("loss_stays_at_guessing", SUSPICION, "Does the loss stay at that of uniform guessing?"),
     _alert(
-        "loss_stays_at_guessing", SUSPICION, "Has the loss fallen clearly below that of guessing?"
+        "loss_is_constant", SUSPICION, "Is the loss the same whatever the batch and the weights?"
     ),
-    _alert("loss_is_constant", SUSPICION, "Does the loss depend on the batch and on the weights?"),
-    _alert("loss_rose_for_good", SUSPICION, "Did the loss recover from a rise at the start?"),
-    _alert(
-        "teacher_off_text", SUSPICION, "Does the teacher know the kind of text that it is used on?"
-    ),
+    _alert("loss_rose_for_good", SUSPICION, "Has the loss risen at the start without recovering?"),
+    _alert("teacher_off_text", SUSPICION, "Is the teacher used on text that it cannot predict?"),
     _alert("loss_spike", SUSPICION, "Did the loss jump?"),
     _alert(
         "heldout_diverging", SUSPICION, "Does the held-out loss rise while the training loss falls?"
@@ -314,10 +319,10 @@ ALERTS: tuple[About, ...] = (
     _alert(
         "rate_is_dead",
         SUSPICION,
-        "Does the learning rate in a log stay above 0 until near the end?",
+        "Is the learning rate in a log 0 long before the end?",
     ),
     _alert(
-        "heldout_below_training", SUSPICION, "Are held-out and training loss the same quantity?"
+        "heldout_below_training", SUSPICION, "Is the held-out loss far below the training loss?"
     ),
     _alert("logged_memory_grows", SUSPICION, "Does the memory use in a log grow until its end?"),
     _alert(
@@ -329,7 +334,7 @@ ALERTS: tuple[About, ...] = (
     _alert("gradient_zero", FAIL, "Is the gradient zero?"),
     _alert("gradient_exploding", FAIL, "Does the gradient explode?"),
     _alert(
-        "update_too_large", SUSPICION, "Is a step small relative to the weights that it changes?"
+        "update_too_large", SUSPICION, "Is a step large relative to the weights that it changes?"
     ),
     _alert(
         "written_text_is_noise",
@@ -339,12 +344,12 @@ ALERTS: tuple[About, ...] = (
     _alert(
         "written_text_never_ends",
         SUSPICION,
-        "Does any text that the model generates end by itself?",
+        "Does no text that the model generates end by itself?",
     ),
     _alert(
         "written_entropy_collapsed",
         SUSPICION,
-        "Does the student still generate varied texts, or is it as certain as its teacher?",
+        "Has the entropy of the texts that the student generates collapsed?",
     ),
     _alert(
         "written_text_repeats",
@@ -354,7 +359,7 @@ ALERTS: tuple[About, ...] = (
     _alert(
         "written_text_shrinks",
         SUSPICION,
-        "Do generated texts have more than an end token, and the length that the teacher prefers?",
+        "Are generated texts empty, or shorter than the teacher prefers?",
     ),
 )
 """The rules of the supervisor, in the order in which they are listed."""
@@ -406,7 +411,7 @@ IDENTITIES: tuple[About, ...] = (
         level=SUSPICION,
         question="Has each tensor with a gradient had one other than 0 at some sampled step?",
         means="The loss does not depend on it: units that are never active, an argmax, round or comparison before the "
-        "loss, a factor or mask of 0, a margin that is always kept, or an underflow in fp16.",
+        "loss, a factor or mask of 0, a hinge loss whose margin is always met, or an underflow in fp16.",
         remedy="look at what lies between the named tensors and the loss: activations that are all 0, argmax(), masks; "
         "in fp16 scale the loss with torch.amp.GradScaler",
     ),
@@ -487,8 +492,8 @@ IDENTITIES: tuple[About, ...] = (
         level=SUSPICION,
         question="Does each backward pass count towards exactly one step, and does each step take one whole "
         "accumulation window?",
-        means="Where the data ends inside a window, its gradients are dropped, or added to another window that is "
-        "scaled as if it had only its own.",
+        means="Where the data ends inside a window, its gradients are dropped, or added to another window, whose "
+        "losses are divided as if it had only its own.",
         remedy="also step after the last batch of an epoch, with its losses divided by the number of batches in its "
         "window; or use drop_last and a number of batches that the window divides",
     ),
@@ -551,8 +556,8 @@ IDENTITIES: tuple[About, ...] = (
         question="Is the scheduler stepped once for each step of its optimizer, and does the learning rate stay above "
         "0?",
         means="The learning rate falls too early, reaches 0 or rises again, or never changes.",
-        remedy="call scheduler.step() once after each optimizer.step(), set its length in those calls, and create it "
-        "with the optimizer that steps",
+        remedy="call scheduler.step() once after each optimizer.step(), give its length as the number of "
+        "scheduler.step() calls, and create it with the optimizer that steps",
         transformers="leave the scheduler to the Trainer, or pass optimizers=(optimizer, its scheduler)",
         lightning='return {"scheduler": ..., "interval": "step"} from configure_optimizers if its length is in steps',
     ),
@@ -683,7 +688,7 @@ IDENTITIES: tuple[About, ...] = (
     ),
     _identity(
         id="log_probabilities",
-        wrong="the loss gets no log probabilities of the classes",
+        wrong="the loss does not get log-probabilities over the classes",
         group="loss",
         level=SUSPICION,
         question="Do the probabilities whose logarithms nll_loss gets sum to 1 over the classes?",
@@ -941,7 +946,7 @@ BY_ID: dict[str, dict[str, About]] = {
     ALERT: {one.id: one for one in ALERTS},
     IDENTITY: {one.id: one for one in IDENTITIES},
 }
-"""The rows by what judges and by their ids."""
+"""All rows, by kind and by id."""
 
 
 RETIRED = {
@@ -949,13 +954,13 @@ RETIRED = {
     "documents_isolated": "no_token_leaks",
     "forward_is_the_model": "no_token_leaks",
     "positions_matter": "step_student",
-    "shift_proof": "step_labels",
-    "student_shift": "step_labels",
-    "labels_are_next_tokens": "step_labels",
+    "shift_proof": "step_loss",
+    "student_shift": "step_loss",
+    "labels_are_next_tokens": "step_loss",
     "nan_not_masked": "",
     "effective_settings": "step_weights",
     "ignored_rows_have_no_part": "step_gradients",
-    "loss_invariants": "step_loss_parts",
+    "loss_invariants": "step_loss",
     "loss_gradient": "step_gradients",
     "gradient_above_rounding": "step_gradients",
     "rows_in_update": "step_gradients",
@@ -965,12 +970,12 @@ RETIRED = {
     "reported_loss": "",
     "receipt_agrees": "",
 }
-"""Checks that runs of earlier versions have results of, each with the check that asks its question now, if any."""
+"""Ids of checks of earlier versions, with the check that replaced each; empty where none did."""
 
 
 def skipped_ids(text: str) -> frozenset[str]:
-    """Return the ids in a `checks.skip` setting. Raises SpecError for one that names no check, and for one whose
-    question another check asks; one whose question is asked no more is skipped already."""
+    """Return the ids in a `checks.skip` setting. Raises SpecError for an id that is unknown or was replaced by another
+    check; one that was removed without a replacement is accepted."""
     ids = [part.strip() for part in text.split(",") if part.strip()]
     problems = []
     for name in ids:

@@ -60,9 +60,9 @@ class Family:
     """q and k are normalised before RoPE, each head by itself."""
     qk_norm_whole: bool = False
     """With `qk_norm`: q and k are normalised over all heads together, with one weight per dimension of all heads."""
-    norms_in_front: bool = True
+    has_pre_norms: bool = True
     """Pre-norm: the inputs of attention and mlp are normalised."""
-    norms_behind: bool = False
+    has_post_norms: bool = False
     """Post-norm: the outputs of attention and mlp are normalised, before they are added to the residual stream."""
     sliding_window: bool = False
     """config.json gives `sliding_window`, a number of tokens or null: in every layer a token attends to
@@ -141,11 +141,11 @@ class Family:
 
     @property
     def only_in_front(self) -> bool:
-        return self.norms_in_front and not self.norms_behind
+        return self.has_pre_norms and not self.has_post_norms
 
     @property
     def norms_around(self) -> bool:
-        return self.norms_in_front and self.norms_behind
+        return self.has_pre_norms and self.has_post_norms
 
     @property
     def qk_norm_of_heads(self) -> bool:
@@ -225,8 +225,8 @@ _ROWS = (
         hf_class="Olmo2ForCausalLM",
         qk_norm=True,
         qk_norm_whole=True,
-        norms_in_front=False,
-        norms_behind=True,
+        has_pre_norms=False,
+        has_post_norms=True,
         whole_heads=True,
         absent=_OLDER,
         hf_flags={"attention_bias": False},
@@ -254,7 +254,7 @@ _ROWS = (
         activation_key="hidden_activation",
         embeddings_scaled=True,
         norm_offset=1.0,
-        norms_behind=True,
+        has_post_norms=True,
         qk_norm=True,
         own_head_dim=True,
         whole_heads=True,
@@ -319,7 +319,7 @@ LAYER = (
         "input_layernorm.weight",
         "attn_norm.weight",
         "D",
-        "norms_in_front",
+        "has_pre_norms",
     ),
     TensorRow("attention.q.weight", "self_attn.q_proj.weight", "attn_q.weight", "QD", "apart"),
     TensorRow("attention.q.bias", "self_attn.q_proj.bias", "attn_q.bias", "Q", "attention_bias"),
@@ -364,7 +364,7 @@ LAYER = (
         "post_attention_layernorm.weight",
         "post_attention_norm.weight",
         "D",
-        "norms_behind",
+        "has_post_norms",
     ),
     TensorRow(
         "mlp_norm.weight",
@@ -390,7 +390,7 @@ LAYER = (
         "post_feedforward_layernorm.weight",
         "post_ffw_norm.weight",
         "D",
-        "norms_behind",
+        "has_post_norms",
     ),
 )
 ROPE_BUFFER = re.compile(r"(.+\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")

@@ -1,4 +1,4 @@
-"""The package's version, from which everything reads it, and which of its two distributions are installed."""
+"""Single source of the package's version, and which of its two distributions are installed."""
 
 from pathlib import Path
 

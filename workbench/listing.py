@@ -91,7 +91,8 @@ class FoldersFeed(ABC):
 
     @abstractmethod
     def stamp(self, path: Path) -> object:
-        """Return what differs once the row has changed; None while it changes without that."""
+        """Return a value that differs once the row has changed; None if changes cannot be detected, so that the row is
+        always read again."""
 
     @abstractmethod
     def read(self, path: Path) -> Row:

@@ -64,7 +64,7 @@ def LOGITS(first: int, count: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
+class RopeScaling:
     """Llama 3.1's scaling of low rotary frequencies."""
 
     factor: float
@@ -89,7 +89,7 @@ class Shape:
     """Whether q, k and v have biases."""
     qk_norm: bool
     tied: bool
-    stretch: Stretch | None = None
+    rope_scaling: RopeScaling | None = None
     window: int | None = None
     """Number of tokens that a token attends to, itself included; None for all."""
     layers_without_rope: tuple[int, ...] = ()
@@ -120,7 +120,7 @@ class Shape:
     long_factors: tuple[float, ...] = ()
     """Divisors of each pair's frequency in longer documents."""
     short_positions: int = 0
-    angle_factor: float = 1.0
+    attention_factor: float = 1.0
     """Factor of the cosines and sines."""
 
     def window_of(self, layer: int) -> int | None:
@@ -485,7 +485,7 @@ def _rotations(shape: Shape, length: int, device: torch.device, windowed: bool) 
         theta, factor = shape.local_theta, 1.0
     frequencies = torch.tensor(
         [
-            stretched(theta ** (-2 * pair / width), shape.stretch) / factor
+            scaled_frequency(theta ** (-2 * pair / width), shape.rope_scaling) / factor
             for pair in range(width // 2)
         ],
         dtype=torch.float64,
@@ -494,23 +494,23 @@ def _rotations(shape: Shape, length: int, device: torch.device, windowed: bool) 
     if factors := shape.long_factors if length > shape.short_positions else shape.short_factors:
         frequencies /= torch.tensor(factors, dtype=torch.float64, device=device)
     angles_TR = torch.arange(length, device=device)[:, None] * frequencies
-    sizes_TR = torch.full_like(angles_TR, shape.angle_factor)
+    sizes_TR = torch.full_like(angles_TR, shape.attention_factor)
     return torch.polar(sizes_TR, angles_TR).to(torch.complex64)
 
 
-def stretched(frequency: float, stretch: Stretch | None) -> float:
+def scaled_frequency(frequency: float, rope_scaling: RopeScaling | None) -> float:
     """Scale a rotary frequency as Llama 3.1 does: low ones are divided, high ones kept, those between interpolated."""
-    if stretch is None:
+    if rope_scaling is None:
         return frequency
     wavelength = 2 * math.pi / frequency
-    if wavelength < stretch.original / stretch.high_freq_factor:
+    if wavelength < rope_scaling.original / rope_scaling.high_freq_factor:
         return frequency
-    if wavelength > stretch.original / stretch.low_freq_factor:
-        return frequency / stretch.factor
-    smooth = (stretch.original / wavelength - stretch.low_freq_factor) / (
-        stretch.high_freq_factor - stretch.low_freq_factor
+    if wavelength > rope_scaling.original / rope_scaling.low_freq_factor:
+        return frequency / rope_scaling.factor
+    smooth = (rope_scaling.original / wavelength - rope_scaling.low_freq_factor) / (
+        rope_scaling.high_freq_factor - rope_scaling.low_freq_factor
     )
-    return (1 - smooth) * frequency / stretch.factor + smooth * frequency
+    return (1 - smooth) * frequency / rope_scaling.factor + smooth * frequency
 
 
 # The loss

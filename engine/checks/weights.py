@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from engine.audit.reference import Shape, Stretch, Weight
+from engine.audit.reference import RopeScaling, Shape, Weight
 from engine.checks.context import Context
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
@@ -79,24 +79,24 @@ def shape_of(config: ModelConfig) -> Shape:
         tied=config.tie_word_embeddings,
         window=config.sliding_window,
         qk_norm_whole=config.kind.qk_norm_whole,
-        post_norms=config.kind.norms_behind,
+        post_norms=config.kind.has_post_norms,
         layers_without_rope=config.layers_without_rope,
         rotary_dim=config.rotary_dim,
         short_factors=() if long is None else long.short_factor,
         long_factors=() if long is None else long.long_factor,
         short_positions=0 if long is None else long.original_max_position_embeddings,
-        angle_factor=1.0 if long is None else long.angle_factor(config.max_position_embeddings),
+        attention_factor=1.0 if long is None else long.angle_factor(config.max_position_embeddings),
         activation=config.kind.activation,
-        pre_norms=config.kind.norms_in_front,
+        pre_norms=config.kind.has_pre_norms,
         norm_offset=config.kind.norm_offset,
         embedding_scale=math.sqrt(config.hidden_size) if config.kind.embeddings_scaled else 1.0,
         query_scalar=config.query_pre_attn_scalar or 0,
         layers_without_window=config.layers_without_window,
         local_theta=config.rope_local_base_freq,
         position_factor=config.rope_factor,
-        stretch=None
+        rope_scaling=None
         if scaling is None
-        else Stretch(
+        else RopeScaling(
             factor=scaling.factor,
             low_freq_factor=scaling.low_freq_factor,
             high_freq_factor=scaling.high_freq_factor,

@@ -1,4 +1,5 @@
-"""Print a script that completes commands, options, their choices and runs in a shell, made from the commands there are.
+"""Print a script that completes commands, options, their choices and runs in a shell, generated from the current
+commands.
 
 engine completion bash > ~/.local/share/bash-completion/completions/engine
 engine completion zsh > ~/.zfunc/_engine                 a folder of $fpath

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "results of `engine eval humaneval` or `mbpp`; repeatable",
         type=Path,
     )
-    parser.add_argument("--only", default="", metavar="IDS", help="gates to ask, by commas")
+    parser.add_argument("--only", default="", metavar="IDS", help="comma-separated gates to run")
     add_repeated(parser, "--set", "KEY=VALUE", "change one setting")
     add_json(parser)
 

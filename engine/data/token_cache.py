@@ -50,7 +50,7 @@ from engine.data.corpus import Corpus, Document, Index, Split, open_corpus
 from engine.data.left_out import SKIP_AT_MOST, LeftOut, Skipped, count_left_out
 from engine.data.packing import FILLS, STREAM, places
 from engine.data.sources import list_files
-from engine.data.tokens import Encoder, StreamDigest, TokenStream, refuse_nothing, starts_of
+from engine.data.tokens import Encoder, StreamDigest, TokenStream, raise_if_no_tokens, starts_of
 from engine.errors import BadInput, CorpusError, write_error
 from engine.files import open_regular, read_json_object, user_cache
 from engine.signals import partial_output, scratch_folder
@@ -384,7 +384,7 @@ class _Maker:
         left_out = tuple(self._left_out[side].values())
         begins = self._starts[split.numbers]
         lengths = self._starts[split.numbers + 1] - begins
-        refuse_nothing(left_out, int(lengths.sum()))
+        raise_if_no_tokens(left_out, int(lengths.sum()))
         is_packed = recipe.packing != STREAM
         has_labels = split.chats > 0 or is_packed
         dtype, width = encoder.dtype, np.dtype(encoder.dtype).itemsize

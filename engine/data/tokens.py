@@ -196,7 +196,7 @@ def starts_of(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
     return starts
 
 
-def refuse_nothing(left_out: Sequence[LeftOut], tokens: int) -> None:
+def raise_if_no_tokens(left_out: Sequence[LeftOut], tokens: int) -> None:
     """Raise CorpusError if documents were left out and no token remains."""
     if left_out and not tokens:
         first, count = left_out[0], sum(one.count for one in left_out)

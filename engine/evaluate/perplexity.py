@@ -147,7 +147,7 @@ def perplexity(
     """
     models = [model] if against is None else [model, against]
     if against is not None and model.tokenizer.sha256 != against.tokenizer.sha256:
-        differing = model.tokenizer.same_ids(against.tokenizer)
+        differing = model.tokenizer.first_differing_id(against.tokenizer)
         if differing is not None:
             raise BadInput.expected(
                 "tokenizer",

@@ -81,7 +81,7 @@ def inherited(bases: Sequence[Base], chosen: str | None) -> Licence:
     if not bases:
         return Licence(
             identifier=UNKNOWN,
-            why="the weights were made new and had no teacher: nothing to inherit from",
+            why="the weights were freshly initialised and had no teacher: nothing to inherit from",
         )
     if lacking := [base for base in bases if base.licence is None]:
         reasons = "; ".join(f"{base.words}: {base.why}" for base in lacking)

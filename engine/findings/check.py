@@ -96,7 +96,7 @@ class Checked:
             more = f" and {len(self.faults) - 1} more" if len(self.faults) > 1 else ""
             return Verdict(Level.FAIL, f"{self.faults[0]}{more}")
         assert self.finding is not None, "what could not be loaded has a fault"
-        files = f"{len(self.finding.files) + 1} files as they were"
+        files = f"{len(self.finding.files) + 1} files unchanged"
         if isinstance(self.finding, Older):
             return Verdict(Level.UNKNOWN, f"{files}, {LEVEL}")
         closed = self.finding.closed
@@ -171,7 +171,7 @@ def _file_faults(
             yield Fault(name, f"expected sha256 {hashes[name][:16]}, found {found[:16]}")
     logged = logged_seal(bundle.path)
     if logged is not None and logged != seal:
-        text = f"has the seal {logged[:16]}, the finding {seal[:16]}: export it again if you changed it"
+        text = f"records the seal {logged[:16]}, but {FINDING} has {seal[:16]}: export it again if you edited it"
         yield Fault(LOG, text)
 
 
@@ -200,7 +200,7 @@ def _observation_faults(bundle: Bundle, finding: Finding) -> Iterator[Fault]:
             if dataclasses.replace(one, run=seen.run, sign=one.sign if seen.sign else "") == seen
         ]
     if not same:
-        yield Fault("observed", f"its logs do not say {seen.name} as the finding does")
+        yield Fault("observed", f"its logs do not record {seen.name} as the finding states it")
 
 
 def _closing_faults(bundle: Bundle, finding: Finding) -> Iterator[Fault]:
@@ -215,7 +215,8 @@ def _closing_faults(bundle: Bundle, finding: Finding) -> Iterator[Fault]:
         return  # it lies elsewhere
     if parent.cause not in {cause.id for cause in above.confirmed}:
         yield Fault(
-            FINDING, f"{parent.cause} of {parent.finding}, which it explains, is not confirmed"
+            FINDING,
+            f"it explains cause {parent.cause} of {parent.finding}, which has not confirmed that cause",
         )
 
 
@@ -238,7 +239,7 @@ def faults_of_test(finding: Finding, test: Test, observed: RunFolder, flip: Path
     if not found:
         judgement = judge(plan, pairs) or judge(plan, pairs, "ended")
         word = judgement.verdict if judgement is not None else "nothing"
-        # What counted for nothing by an earlier version's rules may count today, but not against the cause.
+        # A test that an earlier version's rules left untested may have a verdict by today's, unless that refutes it.
         if word != test.verdict and (test.verdict != UNTESTED or word == KEEPS_IT):
             found.append(f"its pairs say {word}, it says {test.verdict}")
     return found
@@ -262,10 +263,10 @@ def _plan_faults(
         yield f"its plan changes {' and '.join(map(str, plan.changes)) or 'nothing'}"
     number = 1 + [one.id for one in finding.tests].index(test.id)
     few = plan.pairs_min < pairs_to_confirm(plan.attempt) or plan.steps < finding.observed.step
-    # A verdict against the cause counts whichever attempt its plan names.
+    # Only a confirmation needs more pairs the more tests there were before it (`attempt`).
     confirms = test.verdict in (ENDS_IT, ENDS_IT_HERE) and finding.observed.sign
     if few or plan.alpha > ALPHA or (confirms and plan.attempt < number):
-        yield "its plan asks for fewer pairs or steps, or allows more chance, than a test has"
+        yield "its plan asks for fewer pairs or steps, or for a larger alpha, than a test requires"
     if not cause.at <= test.at <= header["at"]:
         yield "the cause and the test were not registered before its flip"
     if plan.command is None:
@@ -295,7 +296,7 @@ def _pair_faults(
         if why := _not_flipped(plan, pair, folder):
             yield f"pair {number}: {why}"
         if same_work(plan, pair.a, pair.b, folder) != pair.proofs["equal"]:
-            yield f"pair {number}: its logs do not say that B did the work of A"
+            yield f"pair {number}: its logs disagree with the recorded comparison of B's work with A's"
         for outcome in pair.arms:
             run = RunFolder(folder / outcome.run)
             if (name := run_id(run)) in ids:

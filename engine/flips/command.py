@@ -43,7 +43,7 @@ TRACKERS = {
 LINE = re.compile(r"(?P<file>[^=:]+):(?P<number>[1-9]\d{0,6})")
 """The name of a line of a script, as `train.py:42`."""
 LINE_VARIABLE = "APR_FLIP_LINE"
-"""Environment variable: line that the run was started with, for its log."""
+"""Environment variable: the replaced line of the script, for the log of the run."""
 
 
 def option_for(key: str, arm: str = "b") -> str:
@@ -64,7 +64,7 @@ class Arm(NamedTuple):
     changed: dict[str, str]
     """Settings that the probe changes in the script."""
     lines: dict[str, str]
-    """Lines of the script's copy, by their names."""
+    """Replaced lines of the script's copy, by their names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

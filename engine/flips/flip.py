@@ -121,7 +121,7 @@ class _Experiment:
         found, why_none = {}, "skipped"
         if use_controls != "skip":
             found = controls.find(self.plan, self.surroundings)
-            why_none = "none of this machine and spec within a day"
+            why_none = "no control of this spec was run on this machine within a day"
         verdict = conclude(
             self.plan,
             self.flip,

@@ -137,7 +137,7 @@ def same_work(plan: Plan, a: Outcome, b: Outcome, flip: Path) -> Verdict | None:
         *texts,
         key=change.key,
         same_rows=same_rows,
-        scales_updates=plan.command is None and change.key.startswith("train."),
+        scales_updates=same_rows and plan.command is None and change.key.startswith("train."),
         kind=plan.changes_on_purpose or (DATA if matches(change.key, OF_LOADERS) else ""),
         observed=plan.observed,
         sources=kept_sources(code_folder(runs[0].path)),

@@ -15,7 +15,7 @@ A special token that is spelt out in the text (`<|im_start|>`) becomes that toke
 tools for these models: rendered chats depend on it. No special token is added around a text.
 
 **A long document goes through the library in pieces**, because the library holds about 320 bytes for
-each part of the text that it processes at once. A piece ends only where it is proved that the tokens of the
+each pre-token of the text that it processes at once. A piece ends only where it is proved that the tokens of the
 pieces are those of the whole: see `_Cuts`. A document with more than `limits.UNCUT_TEXT` between two such places
 is refused.
 """
@@ -49,7 +49,7 @@ END_OF_TEXT_NAMES = ("<|endoftext|>", "<|im_end|>", "</s>")
 """Searched in this order: in a chat model the first ends a document, the second only a turn."""
 
 # The library needs up to 320 bytes per character while it holds a batch, so this limits it to 80 MiB.
-# Its threads share a batch by pieces.
+# It divides a batch over its threads piece by piece.
 _BATCH_CHARACTERS = 1 << 18
 _PIECE_CHARACTERS = 1 << 15
 _OTHER_FORMATS = ("merges.txt", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -61,8 +61,7 @@ class PreTokenizer:
     splits: tuple[str, ...]
     normalizer: str = "none"
     ignore_merges: bool = False
-    """A part of the text that is itself a token becomes that token, whatever the merges would give.
-    """
+    """Whether a pre-token that is in the vocabulary becomes that token without merges."""
     add_bos: bool = False
     """The default if the file does not say."""
 
@@ -162,7 +161,7 @@ class Tokenizer:
             return np.array(self._inner.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
 
     def encode_each(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of short texts that are no documents."""
+        """Return the ids of texts that are short enough to be encoded without cutting."""
         with _panic_is_bad_input(self.path):
             encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
@@ -175,8 +174,8 @@ class Tokenizer:
         The ids are those of `encode_documents`, and both arrays have the same length. If the bytes of
         a character are split over several tokens, all of them begin at that character. The white space
         that a token begins with belongs to it, also where the file has `trim_offsets`. Raises TextTooLong
-        for a text that is too long to be taken whole, and TokenizerError where the starts do not follow
-        the text.
+        for a text that is too long to be encoded whole, and TokenizerError where tokens do not begin in
+        the order of the text.
         """
         import numpy as np
 
@@ -252,12 +251,12 @@ class Tokenizer:
             error = TextTooLong.expected(
                 "tokenizer",
                 self.path,
-                f"text that can be cut without changing its tokens after {limits.UNCUT_TEXT}",
-                f"{size:,} bytes from character {start:,} on that cannot",
+                f"a place to cut it without changing its tokens, at least every {limits.UNCUT_TEXT}",
+                f"none in {size:,} bytes from character {start:,} on",
                 hint="break the line, or split the document",
             )
             error.reason = (
-                f"the tokenizer takes {limits.UNCUT_TEXT} without a place where it may cut"
+                f"more than {limits.UNCUT_TEXT} without a place to cut it for the tokenizer"
             )
             raise error
         return piece
@@ -290,7 +289,7 @@ class Tokenizer:
             "tokenizer",
             self.path,
             f"ids below {config_vocab_size:,}, the embedding rows of {where}",
-            f"id {first_id:,} ({self._inner.id_to_token(first_id)!r}) and on to {self.vocab_size - 1:,}",
+            f"id {first_id:,} ({self._inner.id_to_token(first_id)!r}) up to {self.vocab_size - 1:,}",
             hint="use the tokenizer that belongs to the model",
         )
 
@@ -301,7 +300,7 @@ class Tokenizer:
         vocab = self._inner.get_vocab(with_added_tokens=True)
         return {token_id: token for token, token_id in vocab.items()}
 
-    def same_ids(self, other: Tokenizer) -> int | None:
+    def first_differing_id(self, other: Tokenizer) -> int | None:
         """Return the first id that is not the same token in both, or None if all are.
 
         An id that only one of them has counts as different. Even if all ids are equal, the two may
@@ -316,7 +315,7 @@ class Tokenizer:
 def open_tokenizer(
     path: Path | str, *, end_of_text: str | None = None, raw: bytes | None = None
 ) -> Tokenizer:
-    """Open a tokenizer.json, or the one in a folder, or `raw`: the one inside the file `path`.
+    """Open a tokenizer.json, the one in a folder, or `raw`: the bytes of one embedded in the file `path`.
 
     `end_of_text` names the token that ends a document, if none of `END_OF_TEXT_NAMES` does. Raises
     TokenizerError for a file that is missing or is not a tokenizer, and for an `end_of_text` that
@@ -427,12 +426,12 @@ def _batches(pieces: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]
 # of the text from it on, are the tokens of the whole. The library works in five steps, and each has to
 # give for the two sides separately what it gives for the whole:
 #
-# - Added tokens are searched in the text, and those marked so in the normalized text. Safe if none has
-#   x before y in it, and, for those that depend on or absorb adjacent characters, if none touches it.
+# - Added tokens are searched in the text; those with `normalized` in the normalized text. Safe if none
+#   contains x before y, and none with `lstrip`, `rstrip` or `single_word` begins or ends there.
 # - The normalizer: safe if x and y are characters that no normal form changes or joins with others.
 # - The first pre-tokenizer: see `_WORDS_END`. Its expressions have no lookbehind, so from
-#   a place where a part ends the rest is cut as if the text began there.
-# - Further pre-tokenizers and the model see one part at a time.
+#   the end of a pre-token the rest is split as if the text began there.
+# - Further pre-tokenizers and the model see one pre-token at a time.
 # - The post-processor: nothing is added around a text.
 
 _LETTERS = "A-Za-z\u4e00-\u9fa5"
@@ -445,15 +444,15 @@ _WORDS_END = re.compile(
     f"(?<=[{_LETTERS}])(?=[{_DIGITS}{_SPACES}{_SIGNS}])"
     f"|(?<=[{_DIGITS}])(?=[{_LETTERS}{_SPACES}{_SIGNS}])|(?<=[{_SIGNS}])(?=[{_DIGITS}])"
 )
-"""Places at which a part always ends, in the expressions of GPT-2, Qwen2 and Llama 3: a part with a letter ends with
-its last letter, and a digit is only with digits (in GPT-2's also after a space). Nothing after the place decides how
-far the part before it reaches, as it would after a space."""
+"""Positions at which a pre-token always ends, in the expressions of GPT-2, Qwen2 and Llama 3: one with a letter ends
+with its last letter, and one with a digit contains only digits (in GPT-2's also a leading space). Characters after the
+position do not change the pre-token before it, as they would after a space."""
 _MARKS_END = re.compile(
     f"(?<=[{_LETTERS}{_DIGITS}])(?=[{_SIGNS}])|(?<=[{_SIGNS}])(?=[{_LETTERS}{_DIGITS}])"
 )
 """The same for the expression that separates runs of punctuation from everything else."""
 _INDEPENDENT = frozenset({"Split", "ByteLevel", "Digits"})
-"""Pre-tokenizers whose result for a part depends on that part alone."""
+"""Pre-tokenizers whose result for a pre-token depends on that pre-token alone."""
 _WORD_FAMILIES = ("qwen2", "llama-bpe", "gpt-2")
 
 

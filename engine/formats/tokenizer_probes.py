@@ -1,15 +1,15 @@
 """Texts on which two tokenizers with the same tokens are compared.
 
-Two files may give each id the same token and still cut a text in other places: by the order of merges, by a
-normalizer, by the expression that splits words, by what becomes of digits, white space or unknown characters.
-So both encode some thousand short texts, made of their own tokens and of characters that such parts treat apart:
+Two files may give each id the same token and still tokenize a text differently: by the order of merges, the normalizer,
+the expression of the pre-tokenizer, or the treatment of digits, white space or unknown characters. So both encode some
+thousand short texts, made of their tokens and of characters that these components treat specially:
 
-    merges      what a merge of another rank makes, with the tokens that other merges would join with its parts
-    tokens      the text of tokens evenly spread over the ids, alone and before the next
+    merges      the tokens of each merge whose rank differs, followed or preceded by a token of a competing merge
+    tokens      tokens evenly spread over the ids, each alone and followed by the next
     words       numbers, contractions, white space, accents in both normal forms, scripts, symbols, control characters
-    added       tokens that are matched in the text
+    added       added tokens
 
-Each is alone in a text and between others. The texts depend on the two files alone. This module does not import torch.
+Each is tried alone and inside other text. The texts depend on the two files alone. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def _variants(text: str) -> Iterator[str]:
 def _differing_merges(
     first: Sequence[tuple[str, ...]], second: Sequence[tuple[str, ...]]
 ) -> Iterator[tuple[str, ...]]:
-    """Yield sequences of tokens that the two lists may merge differently: those of a merge that one list lacks or has
-    at another rank, alone and with what the merges join that begin where it ends, or end where it begins."""
+    """Yield sequences of tokens that the two lists may merge differently: the two tokens of each merge that one list
+    lacks or has at another rank, alone and extended by a token that a competing merge joins to its left or right."""
     ranks = [{merge: rank for rank, merge in enumerate(merges)} for merges in (first, second)]
     differing = [
         merge for merge in {**ranks[0], **ranks[1]} if ranks[0].get(merge) != ranks[1].get(merge)

@@ -56,7 +56,7 @@ def coverage(decoder: Decoder, dtype: torch.dtype | None = None) -> str | None:
 
 def why_not(config: ModelConfig) -> str | None:
     """Return why the kernels do not compute models of this configuration, or None if they do."""
-    if config.kind.norms_behind:
+    if config.kind.has_post_norms:
         return "it normalises the outputs of attention and mlp"
     if config.kind.norm_offset or config.kind.embeddings_scaled:
         return "its norms multiply with 1 + w, or its embeddings are scaled"

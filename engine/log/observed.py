@@ -2,11 +2,11 @@
 
 An experiment asks whether another run shows the same failure (`shown`): one with the same id and the same `sign`. The
 sign of an exit is the exception, the line that raised it and its message; of a check or identity, its message; of an
-alert, its part. Messages are compared without their numbers.
+alert, the part of the run that it names. Messages are compared without their numbers.
 
-The answer is no only where the other run did enough work without the failure: 1.5 times the steps and rows of the
-observed run, or all of its own steps; for as long as the window of an alert; and with a pass of a check or identity. If
-anything else ends that run, the answer is unknown.
+The answer is no only where the other run did enough work without the failure: it made 1.5 times the steps and rows of
+the observed run, or all of its own steps; for an alert it also went on for as long as the alert's window; for a check
+or an identity it also logged a pass. If anything else ends that run, the answer is unknown.
 """
 
 from __future__ import annotations
@@ -335,9 +335,9 @@ def shown(observed: Observed, run: RunFolder, *, steps: int) -> tuple[bool | Non
     """Return whether the logs of a run that has ended show the failure, and the reason; None where the logs do not
     decide. Raises RunLogError.
 
-    A run does not show it if it made `steps` steps on as many rows as `rows_to_rule_out`, and went on for as long as
-    the alert had taken, or made all of its own steps and as many as the whole observed run; if it did not break; and
-    if it answered the check or identity with a pass.
+    A run does not show it only if all of these hold: it made `steps` steps on as many rows as `rows_to_rule_out` and
+    went on for as long as the alert had taken, or it made all of its own steps and as many as the whole observed run;
+    it did not break; and the check or identity passed in it.
     """
     work, exits, first, last, other_failure = _Work(), "", math.inf, 0.0, ""
     is_completed: bool | None = None
@@ -373,7 +373,7 @@ def shown(observed: Observed, run: RunFolder, *, steps: int) -> tuple[bool | Non
     if not exits:
         return None, "nothing watched it to its end"
     if other_failure:
-        return None, f"it failed otherwise: {other_failure}"
+        return None, f"it failed differently: {other_failure}"
     done = work.steps
     made = f"it made {done} steps in {last - first:.0f} s and ended as {exits}"
     if exits in BROKEN:

@@ -305,7 +305,7 @@ class Layer(nn.Module):
         def norm(has: bool) -> RMSNorm | None:
             return _norm(config, config.hidden_size) if has else None
 
-        pre_norms, post_norms = config.kind.norms_in_front, config.kind.norms_behind
+        pre_norms, post_norms = config.kind.has_pre_norms, config.kind.has_post_norms
         # In the order of the tensors in `LAYER`.
         self.attention_norm = norm(pre_norms)
         self.attention = Attention(config, index, make_linear)

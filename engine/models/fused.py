@@ -69,7 +69,7 @@ def use_kernels(decoder: Decoder, *, frozen: bool) -> None:
 
 def _norms_fit(config: ModelConfig) -> bool:
     kind = config.kind
-    return kind.norms_in_front and not kind.norms_behind and not kind.norm_offset
+    return kind.has_pre_norms and not kind.has_post_norms and not kind.norm_offset
 
 
 def normed(

@@ -106,8 +106,8 @@ class Forward:
             rows = 2 if c.kind.qk_norm_whole else heads
             head_norms = norm_input * (query + shared) + 4 * rows
         layers = c.num_hidden_layers * self.tokens
-        norm_inputs = 2 * norms if c.kind.norms_in_front else 0
-        if c.kind.norms_behind:
+        norm_inputs = 2 * norms if c.kind.has_pre_norms else 0
+        if c.kind.has_post_norms:
             norm_inputs += 2 * (norm_input * c.hidden_size + 4)
         return {
             "norm inputs": layers * norm_inputs + self.tokens * norms,
@@ -149,7 +149,7 @@ class Forward:
         if c.qk_norm:
             whole = query_width(c) + shared_width(c)
             numbers += c.num_hidden_layers * (whole if c.kind.qk_norm_whole else 2 * c.head_dim)
-        if c.kind.norms_behind:
+        if c.kind.has_post_norms:
             numbers += c.num_hidden_layers * 2 * c.hidden_size
         return self.matmul_bytes * numbers
 

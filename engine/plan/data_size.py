@@ -16,7 +16,7 @@ from engine.data.corpus import Document
 from engine.data.left_out import LeftOut, RecordFaults, Skipped, count_left_out
 from engine.data.records import shown
 from engine.data.sources import Piece, column_names, list_files, list_pieces
-from engine.data.tokens import refuse_nothing
+from engine.data.tokens import raise_if_no_tokens
 from engine.formats.tokenizer import TextTooLong
 from engine.plan.inputs import Inputs, open_corpus_of
 from engine.spec import RunSpec
@@ -229,7 +229,7 @@ class _Sample:
             if one.left_out is not None:
                 count_left_out(left_out, one.left_out)
         sampled = sum(len(one.ids) for one in encoded)
-        refuse_nothing(tuple(left_out.values()), sampled)
+        raise_if_no_tokens(tuple(left_out.values()), sampled)
         # Every text is followed by one end-of-text token, however long it is.
         ends = sum(not document.is_chat for document in self.documents)
         tokens = round((sampled - ends) / self.size_bytes * listed) + texts

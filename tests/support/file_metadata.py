@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import limits
-from engine.audit.reference import Stretch, stretched
+from engine.audit.reference import RopeScaling, scaled_frequency
 from engine.files import parse_json, read_json_object, read_text
 from tests.support.shapes import shape_in, shape_in_gguf
 
@@ -281,10 +281,10 @@ def _slowed_frequencies(shape: Mapping[str, Any]) -> list[float] | None:
     if not shape.get("low_freq_factor"):
         return None
     names = ("factor", "low_freq_factor", "high_freq_factor", "original")
-    stretch = Stretch(**{name: shape[name] for name in names})
+    rope_scaling = RopeScaling(**{name: shape[name] for name in names})
     width = shape["rotary_dim"]
     frequencies = [shape["theta"] ** (-2 * pair / width) for pair in range(width // 2)]
-    return [frequency / stretched(frequency, stretch) for frequency in frequencies]
+    return [frequency / scaled_frequency(frequency, rope_scaling) for frequency in frequencies]
 
 
 def _tables(tokens: list[str], kinds: list[int], merges: list[str]) -> Metadata:

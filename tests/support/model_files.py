@@ -70,7 +70,7 @@ IN_GGUF = {
 @dataclass(frozen=True, slots=True)
 class Files:
     shape: Shape
-    """What they say of fields of `reference.Shape` and of its `Stretch`."""
+    """What they say of fields of `reference.Shape` and of its `RopeScaling`."""
     count: Callable[[str], int]
     """The rows of a tensor of our name; of a vector, its numbers. 0 where there is none."""
     rows: Callable[[str, Sequence[int]], Tensor]

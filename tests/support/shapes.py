@@ -1,6 +1,6 @@
 """Read the shape of a decoder from the keys of a config.json or a GGUF, without the engine's readers.
 
-Fields are those of `engine.audit.reference.Shape` and of its `Stretch`.
+Fields are those of `engine.audit.reference.Shape` and of its `RopeScaling`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _long(raw: dict[str, Any], rope: dict[str, Any]) -> Shape:
         "short_factors": tuple(rope["short_factor"]),
         "long_factors": tuple(rope["long_factor"]),
         "short_positions": original,
-        "angle_factor": rope.get("attention_factor", usual),
+        "attention_factor": rope.get("attention_factor", usual),
     }
 
 

@@ -13,7 +13,7 @@ from engine.data.chat_template import ChatTemplate
 from engine.data.corpus import Document, Split
 from engine.data.left_out import LeftOut, count_left_out
 from engine.data.packing import FILLS, STREAM, places
-from engine.data.tokens import Encoder, StreamDigest, TokenStream, refuse_nothing, starts_of
+from engine.data.tokens import Encoder, StreamDigest, TokenStream, raise_if_no_tokens, starts_of
 from engine.formats.tokenizer import Tokenizer
 
 HASHED_AT_ONCE = 1 << 20
@@ -52,7 +52,7 @@ def tokenize(
         for remark in document.remarks:
             count_left_out(remarks, remark)
     left_out = tuple(counts.values())
-    refuse_nothing(left_out, sum(map(len, tokens)))
+    raise_if_no_tokens(left_out, sum(map(len, tokens)))
     labelled = None
     if any(document.is_chat for document in documents):
         labelled = np.concatenate([document.labels for document in encoded])

@@ -69,7 +69,7 @@ def gap(found: Tensor, expected: Tensor) -> float:
         )
         for dtype in (torch.float32, torch.bfloat16, torch.float16)
         # Gradients through norms behind fresh layers leave the range of fp16.
-        if dtype != torch.float16 or not FAMILIES[family].norms_behind
+        if dtype != torch.float16 or not FAMILIES[family].has_post_norms
     ],
 )
 @pytest.mark.parametrize("packed", [False, True])

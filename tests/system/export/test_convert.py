@@ -322,7 +322,7 @@ def test_layers_without_rope_travel_in_a_gguf_where_its_readers_leave_it_out(
         convert(other, tmp_path / "other.gguf", "f32")
 
 
-def test_norms_behind_travel_in_a_gguf(kit: Kit, tmp_path: Path) -> None:
+def test_has_post_norms_travel_in_a_gguf(kit: Kit, tmp_path: Path) -> None:
     source = save(kit, tmp_path / "source", make_config("olmo2"))
     there = convert(source, tmp_path / "model.gguf", "f32")
     back = convert(there.target, tmp_path / "back", "f32")

@@ -213,7 +213,7 @@ def test_rows_without_a_token_are_filled_and_left_out_again(tmp_path: Path) -> N
     path = tmp_path / "tokenizer.json"
     path.write_bytes(and_back(raw, ROWS + 3))
     assert open_tokenizer(path).vocab_size == ROWS
-    assert open_tokenizer(path).same_ids(open_tokenizer(DEMO)) is None
+    assert open_tokenizer(path).first_differing_id(open_tokenizer(DEMO)) is None
 
 
 def test_qwen2_without_a_word_about_it_has_nfc() -> None:

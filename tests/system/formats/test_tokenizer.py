@@ -267,23 +267,27 @@ def test_fits_up_to_the_last_row_and_not_beyond(small: Tokenizer) -> None:
     assert "the student" in message and f"id {first} (" in message
 
 
-def test_same_ids_of_a_tokenizer_and_itself(small: Tokenizer, save: Callable[..., Path]) -> None:
-    assert small.same_ids(open_tokenizer(save())) is None
+def test_first_differing_id_of_a_tokenizer_and_itself(
+    small: Tokenizer, save: Callable[..., Path]
+) -> None:
+    assert small.first_differing_id(open_tokenizer(save())) is None
 
 
-def test_same_ids_names_the_first_that_differs(
+def test_first_differing_id_names_the_first_that_differs(
     small: Tokenizer, save: Callable[..., Path], record: dict[str, Any]
 ) -> None:
     names = {token_id: name for name, token_id in record["model"]["vocab"].items()}
     swapped = {**record["model"]["vocab"], names[40]: 70, names[70]: 40}
     other = open_tokenizer(save(model={**record["model"], "vocab": swapped}))
-    assert small.same_ids(other) == other.same_ids(small) == 40
+    assert small.first_differing_id(other) == other.first_differing_id(small) == 40
 
 
-def test_same_ids_sees_a_token_only_one_has(small: Tokenizer, save: Callable[..., Path]) -> None:
+def test_first_differing_id_sees_a_token_only_one_has(
+    small: Tokenizer, save: Callable[..., Path]
+) -> None:
     size = small.vocab_size
     longer = open_tokenizer(save(added_tokens=[added(0, "<|endoftext|>"), added(size, "<|x|>")]))
-    assert small.same_ids(longer) == longer.same_ids(small) == size
+    assert small.first_differing_id(longer) == longer.first_differing_id(small) == size
 
 
 # Panics of the library

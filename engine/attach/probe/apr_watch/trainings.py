@@ -20,7 +20,7 @@ class Trainings:
         """Number of the training in progress; 0 before the first."""
         self._leader: weakref.ref[Any] | None = None
         self._created: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        """Training in which each optimizer was created; none for those before the first."""
+        """Training in which each optimizer was created; 0 if before the first."""
         self._led: weakref.WeakSet[Any] = weakref.WeakSet()
         self._interleaved = False
 
