@@ -2,8 +2,7 @@
 
 The library is in the user's cache (`$XDG_CACHE_HOME/apr-workbench/c`, else `~/.cache/...`) under a name that
 contains a hash of the source, the compiler's version output, the flags and the machine, so a change of any of
-them gives another file. Its last 32 bytes are the SHA-256 of everything before them, which an ELF loader
-ignores. A damaged or truncated library is therefore detected and compiled again, never loaded.
+them gives another file.
 
 The library is written to a temporary file in the same folder and renamed once. If two processes compile at
 the same time, the later rename wins, and both files are the same library. Where the cache cannot be
@@ -35,7 +34,6 @@ FLAGS = ("-O2", "-shared", "-fPIC")
 LIBRARIES = ("-ldl", "-lpthread")
 LONGEST_COMPILE_S = 120
 """Seconds after which a compiler is ended."""
-_DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,25 +62,27 @@ def compiled_library(source: Path, folder: Path | None = None) -> CompiledLibrar
         key.update(len(part).to_bytes(8, "little") + part)
     folder = folder or user_cache("c")
     path = folder / f"{source.stem}-{key.hexdigest()[:20]}.so"
-    why = _reason_to_compile(path)
-    if why is not None:
+    cached = path.exists()
+    note = ""
+    if not cached:
         library = _compile(compiler, text, source.name)
         try:
             _publish(library, path)
-            note = f"{why}, kept in {folder}"
+            note = f"compiled at first use, kept in {folder}"
         except OSError as error:
             private = Path(tempfile.mkdtemp(prefix="apr-workbench-"))
             atexit.register(shutil.rmtree, private, ignore_errors=True)
             path = private / path.name
             path.write_bytes(library)
-            note = f"{why}, kept for this process alone: {folder}: {error.strerror or error}"
+            why = error.strerror or error
+            note = f"compiled for this process alone: {folder}: {why}"
     return CompiledLibrary(
         name=source.stem,
         path=path,
         compiler=f"{compiler}: {version.splitlines()[0]}",
         seconds=time.perf_counter() - begun_s,
-        cached=why is None,
-        note="" if why is None else note,
+        cached=cached,
+        note=note,
     )
 
 
@@ -104,25 +104,8 @@ def _find_compiler(name: str) -> tuple[str, str]:
     )
 
 
-def _reason_to_compile(path: Path) -> str | None:
-    """Return why the cached library must not be loaded; None when it may be."""
-    try:
-        owner, content = path.stat().st_uid, path.read_bytes()
-    except FileNotFoundError:
-        return "compiled at first use"
-    except OSError as error:
-        return f"compiled again, because the kept one is not readable ({error.strerror})"
-    # Loading a library executes its code.
-    if owner != os.geteuid():
-        return f"compiled again, because the kept one belongs to user {owner}"
-    body, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
-    if hashlib.sha256(body).digest() != digest:
-        return "compiled again, because the kept one is damaged"
-    return None
-
-
 def _compile(compiler: str, text: bytes, name: str) -> bytes:
-    """Compile and return the library's bytes with their digest appended."""
+    """Compile and return the library's bytes."""
     with tempfile.TemporaryDirectory(prefix="apr-workbench-") as folder:
         target = Path(folder) / "library.so"
         command = [compiler, *FLAGS, "-x", "c", "-", "-o", str(target), *LIBRARIES]
@@ -142,8 +125,7 @@ def _compile(compiler: str, text: bytes, name: str) -> bytes:
                 hint="headers of the C library may be missing (Debian: apt-get install libc6-dev); "
                 "memory.allocator=native needs no compiler",
             )
-        body = target.read_bytes()
-    return body + hashlib.sha256(body).digest()
+        return target.read_bytes()
 
 
 def _publish(library: bytes, path: Path) -> None:

@@ -12,7 +12,7 @@ cost shows in the step time.
 
 Rows are identified by their content (`keys.py`), which is on the host before it is on the device.
 `note` records that two device tensors hold a given host batch, and starts reading its rows; a later
-call with the same tensor objects gets these rows. Tensors that were not noted are copied back from
+call with the same tensor objects, unmodified, gets these rows. Tensors that were not noted are copied back from
 the device, which synchronises: that is correct but slow, and meant only for checks and evaluations.
 
 On a GPU rows are copied on a separate stream: they are requested while the previous step still
@@ -157,24 +157,12 @@ class Reader:
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
 
 
-class DeviceBatch:
-    """Two tensors on the device, recognised later by object identity, not by content."""
-
-    def __init__(self, tokens_BT: Tensor, documents_BT: Tensor) -> None:
-        self._tensors = tokens_BT, documents_BT
-        self._versions = _versions(tokens_BT, documents_BT)
-
-    def is_of(self, tokens_BT: Tensor, documents_BT: Tensor) -> bool:
-        """Return whether these are the same tensor objects, unmodified since."""
-        same = tokens_BT is self._tensors[0] and documents_BT is self._tensors[1]
-        return same and _versions(tokens_BT, documents_BT) == self._versions
-
-
 @dataclass(frozen=True, slots=True)
 class _Noted:
     """Two device tensors and the keys of the rows they hold."""
 
-    batch: DeviceBatch
+    tokens_BT: Tensor
+    documents_BT: Tensor
     keys: list[bytes]
     reading: Reading | None
     """The reading from the store; None if a row is not in it."""
@@ -278,7 +266,7 @@ class CachedTeacher:
     def _new(self, batch: Batch, tokens_BT: Tensor, documents_BT: Tensor) -> _Noted:
         keys = self.store.identity.keys(batch)
         reading = self._reader.begin(keys) if _holds(self.store, batch, keys) else None
-        return _Noted(DeviceBatch(tokens_BT, documents_BT), keys, reading)
+        return _Noted(tokens_BT, documents_BT, keys, reading)
 
     def _stored(
         self, tokens_BT: Tensor, documents_BT: Tensor
@@ -286,7 +274,10 @@ class CachedTeacher:
         """Return the fields of the rows on the device, or None if a row is missing, and the keys of
         the rows.
         """
-        noted = next((n for n in self._noted if n.batch.is_of(tokens_BT, documents_BT)), None)
+        noted = next(
+            (n for n in self._noted if n.tokens_BT is tokens_BT and n.documents_BT is documents_BT),
+            None,
+        )
         if noted is None:
             noted = self._new(_copy_to_host(tokens_BT, documents_BT), tokens_BT, documents_BT)
         else:
@@ -404,9 +395,3 @@ def load_head(
         values = as_floats(source, dtype, device)
         refuse_non_finite(weights.path, non_finite(name, source, values))
     return DenseHead(values)
-
-
-def _versions(tokens_BT: Tensor, documents_BT: Tensor) -> tuple[int, int]:
-    """Return the write count (version) of each tensor; inference tensors have none and count as 0."""
-    versions = [0 if t.is_inference() else t._version for t in (tokens_BT, documents_BT)]
-    return versions[0], versions[1]

@@ -11,8 +11,8 @@ trainer.
   automatically. Which rank it was, and how it ended, is written to `ranks/lost.json`.
 - A rank that hangs is identified by the beats (`engine.log.beats`): it has not done its part of a step that
   others have done. When they have waited `compute.collective_timeout_s` for it, it is killed, and the run
-  ends. When the beats do not show it, because all ranks are in the same collective, a rank that a signal has
-  stopped is named. If there is none, the collectives time out, and the first rank to give up is named.
+  ends. When the beats do not show it, because all ranks are in the same collective, the collectives time out,
+  and the first rank to give up is named.
 - When the supervisor dies, the ranks are asked to stop, and killed if they do not.
 - When this agent dies, the kernel sends each rank a SIGTERM (`die_with_parent`).
 """
@@ -27,7 +27,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -35,7 +35,6 @@ from typing import TYPE_CHECKING
 from engine import child
 from engine.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, RunLogError
 from engine.log.beats import (
-    Beat,
     LostRank,
     behind,
     forget,
@@ -97,10 +96,6 @@ class HangWatch(threading.Thread):
         self.ranks = ranks
         self.run_folder, self.limit_s, self.interval_s = run, limit_s, interval_s
         self.sentence: str | None = None
-        self.stopped: list[Beat] = []
-        """Ranks seen stopped by a signal since the last beat of any rank: the ones that time out may end
-        first.
-        """
 
     def run(self) -> None:
         before, since_s = read_beats(self.run_folder), time.monotonic()
@@ -111,14 +106,11 @@ class HangWatch(threading.Thread):
             # If this process was itself suspended, it does not know what the ranks did meanwhile.
             suspended = now_s - read_s > self.interval_s + LEEWAY_S
             read_s = now_s
-            stopped = _stopped(beats, self.ranks)
-            if stopped or beats != before:
-                self.stopped = stopped
-            late = [beat for beat in behind(beats) if beat.rank in self.ranks] or stopped
+            late = [beat for beat in behind(beats) if beat.rank in self.ranks]
             if suspended or beats != before or not late:
                 before, since_s = beats, now_s
             elif now_s - since_s >= self.limit_s:
-                self.sentence = f"{_describe_wait(beats, stopped)}, for {self.limit_s:g} s"
+                self.sentence = f"{waited_for(beats)}, for {self.limit_s:g} s"
                 children = _children()
                 for beat in late:
                     if beat.pid in children:
@@ -170,7 +162,7 @@ def launch(run: RunFolder, place: Place, ranks: range, flags: list[str], hangs: 
         # The ranks of another host were asked to stop, and these agreed to.
         if several_hosts and codes in ({EXIT_TERMINATED}, {EXIT_INTERRUPTED}):
             return codes.pop()
-        lost = _lost_rank(run, rank, failure.pid, failure.exitcode, hangs.sentence, hangs.stopped)
+        lost = _lost_rank(run, rank, failure.pid, failure.exitcode, hangs.sentence)
         say(lost.sentence)
         # A rank that another host has lost comes first, unless this one could not record why it ended.
         if read_lost_rank(run) is None or lost.returncode < 0:
@@ -217,7 +209,6 @@ def _lost_rank(
     pid: int,
     returncode: int,
     hang: str | None = None,
-    stopped: Sequence[Beat] = (),
 ) -> LostRank:
     how = (
         f"was ended by {signal.Signals(-returncode).name}"
@@ -226,35 +217,14 @@ def _lost_rank(
     )
     sentence = f"rank {rank} (process {pid}) {how}"
     beats = read_beats(run)
-    late = behind(beats) or [beat for beat in beats if beat in stopped]
+    late = behind(beats)
     # A rank that gave up waiting is not the one that failed.
     if hang is not None and rank in {beat.rank for beat in late}:
         sentence = f"{hang}; it was ended"
     elif late and rank not in {beat.rank for beat in late}:
-        sentence = f"{_describe_wait(beats, late)}; {sentence} when it had waited too long"
+        sentence = f"{waited_for(beats)}; {sentence} when it had waited too long"
         rank, pid = late[0].rank, late[0].pid
     return LostRank(rank=rank, pid=pid, returncode=returncode, sentence=sentence)
-
-
-def _stopped(beats: list[Beat], local_ranks: range) -> list[Beat]:
-    """Return the local ranks that a signal has stopped; none when all ranks are stopped, because then none waits."""
-    stopped = []
-    for beat in beats:
-        if beat.rank not in local_ranks:
-            continue
-        with contextlib.suppress(OSError):
-            # The state follows the name, which may contain anything: T is stopped, t is traced.
-            state = Path(f"/proc/{beat.pid}/stat").read_text().rpartition(") ")[2][:1]
-            stopped += [beat] if state == "T" else []
-    return stopped if len(stopped) < len(beats) else []
-
-
-def _describe_wait(beats: list[Beat], stopped: list[Beat]) -> str:
-    """Say which ranks the others wait for, by the beats or else because they are stopped."""
-    names = ", ".join(f"rank {beat.rank} (process {beat.pid})" for beat in stopped)
-    are = "is" if len(stopped) == 1 else "are"
-    waiting = f"{len(beats) - len(stopped)} of {len(beats)} wait for it"
-    return waited_for(beats) or f"{names} {are} stopped by a signal; {waiting}"
 
 
 def die_with_parent() -> None:

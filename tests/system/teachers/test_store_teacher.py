@@ -191,8 +191,8 @@ def test_what_was_noted_is_read_from_the_host_and_found_by_the_tensors_themselve
         patch.setattr("engine.teachers.store.teacher._copy_to_host", None)
         teacher.note(batch, tokens_BT, documents_BT)
         assert torch.equal(teacher.hidden(tokens_BT, documents_BT), wanted)
-    teacher.note(batch, tokens_BT, documents_BT)
-    tokens_BT[0, 0] += 1  # other tokens now: what was noted is no answer
+    tokens_BT = tokens_BT.clone()
+    tokens_BT[0, 0] += 1
     assert teacher.misses == 0
     changed = teacher.hidden(tokens_BT, documents_BT)
     assert teacher.misses == 4 and not torch.equal(changed, wanted)

@@ -7,7 +7,7 @@ import os
 import signal
 import struct
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ import pytest
 from engine.log.beats import read_beats, read_lost_rank
 from engine.log.folder import RunFolder
 from engine.train.ranks import torchrun
-from engine.train.ranks.torchrun import LEEWAY_S, HangWatch, _lost_rank
+from engine.train.ranks.torchrun import LEEWAY_S, HangWatch
 from tests.support.kit import Kit
 from tests.support.running import start, wait_for, wait_until_ended
 
@@ -108,42 +108,6 @@ def test_a_process_that_is_no_rank_of_ours_is_not_ended(
 ) -> None:
     watch, killed, _ = _watched(tmp_path, monkeypatch, lambda second: [(11, 3), (99, 2)])
     assert killed == [] and watch.sentence is not None
-
-
-@pytest.fixture
-def stopped() -> Iterator[int]:
-    """A process that a signal has stopped."""
-    process = subprocess.Popen(["sleep", "1000"])
-    os.kill(process.pid, signal.SIGSTOP)
-    os.waitpid(process.pid, os.WUNTRACED)
-    kill = os.kill
-    yield process.pid
-    kill(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def test_of_ranks_that_are_level_one_that_is_stopped_is_the_one_that_is_ended(
-    stopped: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It stands in a collective that the others have entered too, so no beat tells."""
-    me = os.getpid()
-    watch, killed, over = _watched(
-        tmp_path, monkeypatch, lambda second: [(me, 7), (stopped, 7)], children=(me, stopped)
-    )
-    assert killed == [stopped] and over == 1 + 60
-    words = f"rank 1 (process {stopped}) is stopped by a signal; 1 of 2 wait for it"
-    assert watch.sentence == f"{words}, for 60 s"
-    # The other one may give up first.
-    lost = _lost_rank(RunFolder(tmp_path), 0, me, 70, None, watch.stopped)
-    assert (lost.rank, lost.pid) == (1, stopped) and lost.sentence.startswith(words)
-    assert f"rank 0 (process {me}) ended with exit code 70" in lost.sentence
-
-
-def test_ranks_that_are_all_stopped_hold_nobody_up(
-    stopped: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, killed, over = _watched(tmp_path, monkeypatch, lambda second: [(stopped, 7), (stopped, 7)])
-    assert killed == [] and over > 1000
 
 
 @pytest.mark.soak  # a collective waits no less than 10 s
