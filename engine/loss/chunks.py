@@ -67,7 +67,6 @@ class SparseTargets:
     """Token ids, int32 or int64; distinct within a position, except for draws."""
     log_probs_NK: Tensor | None
     """log p of the `top_k` tokens at the loss's temperature, of any float type. None for draws."""
-    kind: Literal["top_k", "sampled"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

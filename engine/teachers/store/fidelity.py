@@ -27,7 +27,7 @@ from engine.models.config import ModelConfig, count_parameters
 from engine.models.head import Head, logits_of
 from engine.teachers.protocol import Teacher
 from engine.teachers.store.folder import Store
-from engine.teachers.store.keys import TOP_K, Identity, uniforms
+from engine.teachers.store.keys import Identity, uniforms
 from engine.teachers.store.teacher import CachedTeacher
 
 BATCH_ROWS = 4
@@ -148,7 +148,6 @@ def _compute(
     return SparseTargets(
         ids_NK=torch.cat(ids),
         log_probs_NK=None if log_probs[0] is None else torch.cat(log_probs),
-        kind="top_k" if identity.form == TOP_K else "sampled",
     )
 
 

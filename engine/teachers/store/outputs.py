@@ -70,9 +70,7 @@ def sparse_parts(
 
 def as_targets(identity: Identity, parts: tuple[Tensor, ...]) -> SparseTargets:
     """Return the fields of a sparse form as the loss takes them."""
-    if identity.form == TOP_K:
-        return SparseTargets(ids_NK=parts[0], log_probs_NK=parts[1], kind="top_k")
-    return SparseTargets(ids_NK=parts[0], log_probs_NK=None, kind="sampled")
+    return SparseTargets(ids_NK=parts[0], log_probs_NK=parts[1] if identity.form == TOP_K else None)
 
 
 def _top_k(logits_CV: Tensor, count: int) -> tuple[Tensor, Tensor]:

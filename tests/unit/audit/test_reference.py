@@ -57,7 +57,7 @@ def test_the_loss_against_stored_targets_is_the_engines(kind: str) -> None:
         alpha=0.3,
         temperature=2.0,
         denominator=6.0,
-        targets=SparseTargets(ids_NK=ids_NK, log_probs_NK=log_probs_NK, kind=kind),  # type: ignore[arg-type]
+        targets=SparseTargets(ids_NK=ids_NK, log_probs_NK=log_probs_NK),
     )
     terms.loss.backward()  # type: ignore[no-untyped-call]
     head_gradient_VD = torch.zeros(V, D, dtype=torch.float64)

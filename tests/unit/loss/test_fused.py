@@ -278,12 +278,6 @@ def test_warm_up_knows_each_variant_that_is_launched(
     assert launched <= set(warmed) and launched
 
 
-def test_what_the_kernel_does_not_know_is_refused() -> None:
-    case = Case((4, 8, 8, 4, 4), torch.float64, device="cpu")
-    with pytest.raises(ValueError, match="expected eager, found fused for jsd in float64"):
-        case.run("fused", divergence="jsd")
-
-
 # Its memory
 
 

@@ -42,7 +42,7 @@ def make(rows: int = 19, vocabulary: int = 37, width: int = 8, seed: int = 0) ->
 def top_k(teacher_NV: Tensor, count: int, temperature: float) -> SparseTargets:
     log_probs_NV = torch.log_softmax(teacher_NV / temperature, dim=1)
     values_NK, ids_NK = log_probs_NV.topk(count, dim=1)
-    return SparseTargets(ids_NK=ids_NK, log_probs_NK=values_NK, kind="top_k")
+    return SparseTargets(ids_NK=ids_NK, log_probs_NK=values_NK)
 
 
 def run(case: dict[str, Tensor], targets: SparseTargets, **changes: Any) -> LossTerms:
@@ -126,7 +126,7 @@ def test_draws_are_the_objective_and_its_gradient_with_repeats(
     ids_NK = torch.multinomial(
         p_NV, count, replacement=True, generator=torch.Generator().manual_seed(seed)
     )
-    targets = SparseTargets(ids_NK=ids_NK.int(), log_probs_NK=None, kind="sampled")
+    targets = SparseTargets(ids_NK=ids_NK.int(), log_probs_NK=None)
     assert_is(case, targets, alpha, temperature)
 
 
@@ -168,7 +168,7 @@ def test_the_mean_of_all_draws_is_the_gradient_of_the_whole_divergence() -> None
     p_V = torch.softmax(case["teacher_NV"][0] / 2.0, 0)
     mean = [torch.zeros_like(slope) for slope in expected]
     for id_, probability in enumerate(p_V):
-        targets = SparseTargets(ids_NK=torch.full((3, 1), id_), log_probs_NK=None, kind="sampled")
+        targets = SparseTargets(ids_NK=torch.full((3, 1), id_), log_probs_NK=None)
         for total, slope in zip(
             mean, slopes(case, run(case, targets, alpha=0.0).loss), strict=True
         ):
@@ -197,9 +197,7 @@ def test_a_tail_that_rounding_made_negative_is_empty() -> None:
     case = make()
     exact = top_k(case["teacher_NV"], 37, 2.0)
     assert exact.log_probs_NK is not None
-    targets = SparseTargets(
-        ids_NK=exact.ids_NK, log_probs_NK=exact.log_probs_NK + 1e-6, kind="top_k"
-    )
+    targets = SparseTargets(ids_NK=exact.ids_NK, log_probs_NK=exact.log_probs_NK + 1e-6)
     found = run(case, targets, alpha=0.0)
     assert torch.isfinite(found.loss)
     assert found.lowest_kl is not None and float(found.lowest_kl) >= LOWEST_DIVERGENCE
@@ -215,62 +213,24 @@ def test_half_precision_log_probabilities_move_the_loss_by_their_rounding() -> N
     case = make()
     exact = top_k(case["teacher_NV"], 12, 2.0)
     assert exact.log_probs_NK is not None
-    rounded = SparseTargets(
-        ids_NK=exact.ids_NK.int(), log_probs_NK=exact.log_probs_NK.half(), kind="top_k"
-    )
+    rounded = SparseTargets(ids_NK=exact.ids_NK.int(), log_probs_NK=exact.log_probs_NK.half())
     found, wanted = run(case, rounded), run(case, exact)
     assert float(found.loss.detach()) == pytest.approx(float(wanted.loss.detach()), rel=2e-3)
 
 
 def test_alpha_one_leaves_the_targets_alone() -> None:
     case = make()
-    targets = SparseTargets(ids_NK=torch.full((19, 2), 10**6), log_probs_NK=None, kind="sampled")
+    targets = SparseTargets(ids_NK=torch.full((19, 2), 10**6), log_probs_NK=None)
     found = run(case, targets, alpha=1.0)
     assert found.kd is None and found.agreement is None and torch.isfinite(found.loss)
 
 
 def test_draws_have_no_first_id_and_no_lowest_row() -> None:
     case = make()
-    targets = SparseTargets(
-        ids_NK=torch.zeros(19, 2, dtype=torch.int64), log_probs_NK=None, kind="sampled"
-    )
+    targets = SparseTargets(ids_NK=torch.zeros(19, 2, dtype=torch.int64), log_probs_NK=None)
     found = run(case, targets)
     assert found.kd is not None and found.agreement is None and found.lowest_kl is None
     assert found.largest_dz_sum is not None and float(found.largest_dz_sum) < 1e-12
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"targets": None}, "no teacher"),
-        ({"divergence": "reverse_kl"}, "expected divergence forward_kl, found reverse_kl"),
-        ({"teacher_hidden_NE": torch.zeros(19, 8)}, "found both"),
-        ({"ids": torch.zeros(18, 2, dtype=torch.int64)}, "expected ids of 19 rows"),
-        ({"ids": torch.zeros(19, 0, dtype=torch.int64)}, "expected ids of 19 rows"),
-        ({"kind": "top_k"}, "with top_k alone, found none"),
-        ({"log_probs": torch.zeros(19, 2)}, "with top_k alone, found some"),
-        ({"kind": "top_k", "log_probs": torch.zeros(19, 3)}, "a log-probability for each id"),
-    ],
-)
-def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
-    case = make()
-    ids_NK = change.pop("ids", torch.zeros(19, 2, dtype=torch.int64))
-    targets = SparseTargets(
-        ids_NK=ids_NK,
-        log_probs_NK=change.pop("log_probs", None),
-        kind=change.pop("kind", "sampled"),
-    )
-    arguments: dict[str, Any] = dict(
-        teacher_hidden_NE=None,
-        teacher_head_WE=None,
-        labels_N=case["labels_N"],
-        alpha=0.3,
-        temperature=2.0,
-        denominator=15.0,
-        targets=targets,
-    )
-    with pytest.raises(ValueError, match=message):
-        distillation_loss(case["hidden_ND"], case["head_VD"], **(arguments | change))
 
 
 @pytest.mark.gpu
@@ -289,7 +249,7 @@ def test_the_fused_form_is_the_eager_one(kind: str) -> None:
     targets = top_k(teacher_NV, 64, 2.0)
     if kind == "sampled":
         drawn_NK = torch.multinomial(torch.softmax(teacher_NV / 2, 1), 64, replacement=True)
-        targets = SparseTargets(ids_NK=drawn_NK.int(), log_probs_NK=None, kind="sampled")
+        targets = SparseTargets(ids_NK=drawn_NK.int(), log_probs_NK=None)
     found = []
     for kernel in ("eager", "fused"):
         terms = distillation_loss(

@@ -43,10 +43,10 @@ def targets_of(kind: str, teacher_CV: Tensor, count: int, temperature: float) ->
     log_p_CV = torch.log_softmax(teacher_CV / temperature, 1)
     if kind == "top_k":
         values_CK, ids_CK = log_p_CV.topk(count, 1)
-        return SparseTargets(ids_NK=ids_CK, log_probs_NK=values_CK, kind="top_k")
+        return SparseTargets(ids_NK=ids_CK, log_probs_NK=values_CK)
     drawn = torch.Generator().manual_seed(2)
     ids_CK = torch.multinomial(log_p_CV.exp(), count, replacement=True, generator=drawn)
-    return SparseTargets(ids_NK=ids_CK.int(), log_probs_NK=None, kind="sampled")
+    return SparseTargets(ids_NK=ids_CK.int(), log_probs_NK=None)
 
 
 @pytest.mark.parametrize("kind", ["top_k", "sampled"])
