@@ -35,24 +35,24 @@ VERSION = 2
 # broken line.
 _MOST = float(LOG_NUMBER.most)
 Number = Annotated[float, Meta(ge=-_MOST, le=_MOST)]
-"""A measured number. A writer names one out of range as it names an infinite one."""
+"""A measured number. A writer treats a number out of range like an infinite one: null, and its name under `nf`."""
 Count = Annotated[int, Meta(ge=0, le=LOG_COUNT.most)]
 Whole = Annotated[int, Meta(ge=-LOG_COUNT.most, le=LOG_COUNT.most)]
 Elapsed = Annotated[float, Meta(ge=0, le=LOG_ELAPSED.most)]
 """Seconds on the monotonic clock since the log was opened."""
 UnixTime = Annotated[float, Meta(ge=0, le=LOG_UNIX.most)]
-"""Seconds since 1970; the sum with any `Elapsed` still has a date."""
+"""Seconds since 1970, small enough that the sum with any `Elapsed` is a valid date."""
 Pid = Annotated[int, Meta(ge=1, le=LOG_PID.most)]
 """Id of one process; never 0 or less, which would signal process groups."""
 GpuIndex = Annotated[int, Meta(ge=0, le=LOG_GPU.most)]
 
 PASS, UNKNOWN, FACT, SUSPICION, FAIL = LEVELS = ("pass", "unknown", "fact", "suspicion", "fail")
-"""Levels of a result, from good to bad. A fact is neither good nor bad; a suspicion may be intended."""
+"""Levels of a result, from good to bad. A fact is neither good nor bad; a suspicion may be what the user intended."""
 CHECK, ALERT, IDENTITY, NUMBER = "check", "alert", "identity", "number"
 """Sources of a result (`Judged.by`)."""
 
 WITHDRAWN = "withdrawn"
-"""Number of an identity's `pass` that takes its earlier suspicions back."""
+"""Name of the number in an identity's `pass` result that marks its earlier suspicions as withdrawn."""
 
 NON_FINITE = {"nan": math.nan, "+inf": math.inf, "-inf": -math.inf}
 
@@ -74,8 +74,8 @@ def name_of_non_finite(value: float) -> str:
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=str.lower):
-    """The envelope. A writer fills `seq` and `t_s`; `seq` counts lines of one file from 0, across
-    resumes."""
+    """The envelope of every event. The writer fills `seq` and `t_s`; `seq` numbers the lines of one file from 0, and
+    a resume continues it."""
 
     v: Count = VERSION
     seq: Count = -1
@@ -97,7 +97,7 @@ class LogOpened(Event, frozen=True, kw_only=True, tag="log_opened"):
 
 
 class Unrecognised(msgspec.Struct, frozen=True, kw_only=True):
-    """An event of a kind that this version does not know. It is kept and shown, and is not an error."""
+    """An event of a kind that this version does not know. It is kept and shown; it is not an error."""
 
     kind: str
     v: Count = VERSION
@@ -127,16 +127,16 @@ class RunStarted(Event, frozen=True, kw_only=True, tag="run_started"):
     python: str
     torch: str
     flops_per_token: Number | None = None
-    """FLOPs per token of a step, computed from the shapes."""
+    """FLOPs of a training step per token, computed from the shapes."""
     peak_flops_per_s: Number | None = None
     """The device's dense bf16 peak in FLOP/s, from its datasheet."""
     peak_source: str = ""
     """The source of the peak, or why it is not known."""
     costs: dict[str, tuple[Number, Number, Number]] = {}
-    """FLOPs, bytes moved and launches of each part of one rank's step, computed from the shapes (`engine.plan.cost`).
-    Parts in which ranks wait for each other are left out."""
+    """FLOPs, bytes moved and kernel launches of each phase of one rank's step, computed from the shapes
+(`engine.plan.cost`). Communication between ranks is left out."""
     machine: str = ""
-    """Device, dtype and threads: the name under which `engine doctor` keeps the rates of this machine."""
+    """Device, dtype and threads: the key under which `engine doctor` stores the measured speeds of this machine."""
 
 
 class Watched(Event, frozen=True, kw_only=True, tag="watched"):
@@ -153,7 +153,8 @@ class Watched(Event, frozen=True, kw_only=True, tag="watched"):
     parameters: Count
     """Number of elements in the optimizer's parameters."""
     groups: list[dict[str, Number]] = []
-    """Parameter groups of the optimizer at the first step: number of elements (`parameters`) and numeric settings."""
+    """Parameter groups of the optimizer at the first step: each group's number of elements (`parameters`) and its
+    numeric settings."""
     rank: Count = 0
     world: Count = 1
     places: dict[str, str] = {}
@@ -167,8 +168,8 @@ class ScriptEnded(Event, frozen=True, kw_only=True, tag="script_ended"):
     """The end of a watched training, as its probe saw it. Only the parent process knows the exit code."""
 
     how: str
-    """`returned`, `raised` (an uncaught exception), or `goes on` (with another training, or after a block that the
-    script marked)."""
+    """`returned`, `raised` (an uncaught exception), or `goes on` (the script continues with another training, or
+    after a block that it marked)."""
     exception: str | None = None
     """Class name of the exception."""
     message: str | None = None
@@ -179,34 +180,36 @@ class ScriptEnded(Event, frozen=True, kw_only=True, tag="script_ended"):
 
 
 class Worked(Event, frozen=True, kw_only=True, tag="worked"):
-    """Rows and counters of a step of a watched script, in a run of an experiment about a failure."""
+    """Batch rows and counters of a step of a watched script, logged by an experiment that looks for the cause of a
+    failure."""
 
     step: Count
     counters: dict[str, Whole] = {}
-    """Integers of the script's functions that were running, by function and name."""
+    """Integer local variables of the script's running functions, by function and name."""
     failed: bool = False
     """Whether the script failed in this step."""
     asked: list[Count] = []
-    """Samples that the sampler of a loader asked for, where they have numbers."""
+    """Dataset indices that a data loader's sampler yielded; empty if they are not integers."""
     rows: list[str] | None = None
     """Digests of the rows of a loader's batches; None in logs of earlier versions, which have none of these fields."""
     called: list[str] = []
     """Digests of the rows that the model was trained on; empty ones for a call whose rows were not on the host."""
     evaluated: list[str] = []
-    """The same of calls without gradients."""
+    """Digests of the rows of forward calls without gradients."""
     judged: dict[str, Count] = {}
-    """Number of verdicts on each identity so far."""
+    """Number of results of each identity so far."""
     calls: list[str] = []
-    """Call stack of the failure in the script: each line with the function that it called, as `FILE:LINE NAME`."""
+    """Call stack of the failure within the script: each frame as `FILE:LINE NAME`, with the name of the called
+    function."""
     raised: bool = False
-    """Whether the script failed by a judge: a `raise` or `assert` of its own, an assertion or a warning."""
+    """Whether a test in the script failed it: its own `raise` or `assert`, an assertion, or a warning made an
+    error."""
     held: list[Number] = []
-    """Numbers that the script held when it failed."""
+    """Numeric variables of the script when it failed."""
     answers: list[Number] = []
-    """Mean magnitude of what the model answered to each call without gradients, on the host; 0 where it is not
-    finite."""
+    """Mean absolute output of the model in each forward call without gradients on the host; 0 if it is not finite."""
     pieces: Count = 0
-    """Number of different pieces of the rows that the model was trained on so far, of neighbouring values each."""
+    """Number of distinct runs of neighbouring values in the rows that the model was trained on so far."""
 
 
 class Imported(Event, frozen=True, kw_only=True, tag="imported"):
@@ -218,7 +221,7 @@ class Imported(Event, frozen=True, kw_only=True, tag="imported"):
     files: list[tuple[str, Count, str]] = []
     """Name, size in bytes and SHA-256 of each file."""
     names: dict[str, str] = {}
-    """Name in the other tool of each value that is renamed here; other values keep their names (`Logged`)."""
+    """Original name of each renamed value, by its name here; the other values keep their names (`Logged`)."""
 
 
 TRAINING = "training"
@@ -226,8 +229,8 @@ TRAINING = "training"
 
 
 class Phase(Event, frozen=True, kw_only=True, tag="phase"):
-    """The phase that the trainer is about to begin. It is logged first, so that the last one names the phase in which a
-    silent run hangs."""
+    """The phase that the trainer is about to begin. It is logged before the phase begins, so that the last `phase`
+    event names the phase in which a silent run hangs."""
 
     name: str
     detail: str = ""
@@ -253,11 +256,11 @@ class DataReady(Event, frozen=True, kw_only=True, tag="data"):
     heldout_tokens: Count
     heldout_sha256: str
     skipped_files: Count
-    """Number of documents in neither split, including copies."""
+    """Number of documents that are in neither split, including copies of held-out text."""
     copies: Count = 0
     """Number of documents that are not trained on because their text is held out."""
     copies_named: list[str] = []
-    """Names of the first copies."""
+    """Names of the first few copies."""
     repeated: Count = 0
     """Number of training documents with the same text as an earlier one."""
     epoch_rows: Count
@@ -266,11 +269,12 @@ class DataReady(Event, frozen=True, kw_only=True, tag="data"):
     padding: Count = 0
     """Number of padding positions in the training rows."""
     left_out: dict[str, Count] = {}
-    """Number of invalid records and of conversations that cannot be rendered, by reason and first place."""
+    """Number of invalid records and of conversations that cannot be rendered, by reason with the first file and
+    line."""
     partly_labelled: Count = 0
-    """Number of conversations in which a requested turn has no labels."""
+    """Number of conversations in which a turn that should be trained on has no labels."""
     remarks: dict[str, Count] = {}
-    """Number of records for each warning about parts that are not read, rendered or labelled."""
+    """Number of records for each warning about fields or turns that are not read, rendered or labelled."""
     unlabelled_rows: Count = 0
     """Rows without a label, which are not trained on."""
 
@@ -288,7 +292,7 @@ class ModelReady(Event, frozen=True, kw_only=True, tag="model"):
 
 
 class MemoryPlanned(Event, frozen=True, kw_only=True, tag="memory_plan"):
-    """The predicted peak memory of the run, logged before anything is uploaded."""
+    """The predicted peak memory of the run, logged before anything is copied to the device."""
 
     predicted_bytes: Number
     available_bytes: Number | None
@@ -300,7 +304,7 @@ class MemoryPlanned(Event, frozen=True, kw_only=True, tag="memory_plan"):
 
 
 class MemoryMeasured(Event, frozen=True, kw_only=True, tag="memory_peak"):
-    """The peak memory that the allocator measured, and the prediction."""
+    """The measured peak memory, and the prediction."""
 
     step: Count
     measured_bytes: Number | None
@@ -318,14 +322,14 @@ class Compiled(Event, frozen=True, kw_only=True, tag="compile"):
     with any backend."""
     kernel: str
     key: str
-    """Everything specialised in its code, in words."""
+    """Description of everything that the compiled code is specialised for."""
     digest: str
     """A hash of the key; empty where the compiler gives none."""
     compile_s: Number | None
     disk_hit: bool | None
     """Whether the code came from a disk cache; absent where the compiler does not report it."""
     after_warm_up: bool = False
-    """True when a step had to wait for the compile; in a script that is watched, a step after the first few."""
+    """Whether a step had to wait for the compile; in a watched script, whether a step after the first few had to."""
     differs: list[str] = []
     """Differences from the nearest kernel that was compiled before, or the guard that failed."""
 
@@ -338,17 +342,17 @@ class KernelCounts(Event, frozen=True, kw_only=True, tag="kernel_counts"):
     misses: Count
     disk_hits: Count
     by_kernel: dict[str, tuple[Count, Count]] = {}
-    """Hits and misses of each kernel."""
+    """Hits and misses by kernel."""
 
 
 class VocabularyCut(Event, frozen=True, kw_only=True, tag="vocabulary_cut"):
-    """The teacher's columns beyond the student's vocabulary are cut before the softmax; this records the mass
-    that drops."""
+    """The teacher's logits beyond the student's vocabulary are cut before the softmax; this records their probability
+    mass."""
 
     teacher_ids: Count
     student_ids: Count
     dropped_mass_mean: Number | None
-    """Mean over tokens of the teacher's probability of the cut columns."""
+    """Mean over tokens of the teacher's total probability of the cut logits."""
     dropped_mass_max: Number | None
     tokens: Count
     """Number of held-out tokens it was measured on."""
@@ -371,7 +375,7 @@ class Judged(Event, frozen=True, kw_only=True, tag="judged"):
     level: str
     """One of LEVELS. An alert is active until a result `pass`."""
     text: str
-    """Finding in one sentence, or value of the number."""
+    """Result in one sentence; for a `number`, its value."""
     numbers: dict[str, Number | None] = {}
     """Numbers that the result is based on, by name with unit."""
     compared: dict[str, str] = {}
@@ -388,13 +392,13 @@ class Judged(Event, frozen=True, kw_only=True, tag="judged"):
     """Duration of a check, in seconds."""
     meaning: str = ""
     flip: str = ""
-    """Argument that would test an alert's suspicion, `--set knob=value`; empty if there is none."""
+    """Argument of `engine flip` that would test an alert's suspicion, `--set knob=value`; empty if there is none."""
     no_flip: str = ""
     """Reason why an alert has no flip."""
     framework: str = ""
     """Framework of a watched script, `transformers` or `lightning`; the advice for an identity depends on it."""
     part: str = ""
-    """Subject of an alert whose rule judges several: a memory, a phase, a number, an identity."""
+    """Subject of the alert, if its rule judges several subjects: a memory, a phase, a number or an identity."""
 
     @property
     def raises_alert(self) -> bool:
@@ -442,11 +446,11 @@ class StepRow(Event, frozen=True, kw_only=True, tag="step", gc=False):
     labelled: Count | None = None
     step_s: Number | None = None
     data_s: Number | None = None
-    """Seconds that the step waited for its rows and those of the next step; they are in `phases` as `data`."""
+    """Seconds that the step waited for its rows and for the next step's rows; `phases` has them as `data`."""
     wall_s: Number | None = None
     """Seconds from the record of the previous step, or the start of training, to this one."""
     outside_s: Number | None = None
-    """Part of `wall_s` in the parts of `host` that are OUTSIDE, in seconds: not the work of training."""
+    """Seconds of `wall_s` that are not the work of training: the sum of the entries of `host` named in OUTSIDE."""
     teacher_s: Number | None = None
     """Host seconds in the teacher's forward; on a GPU this is the time to launch it, not to run it."""
     position: Count | None = None
@@ -463,12 +467,12 @@ class StepDone(StepRow, frozen=True, kw_only=True, tag="step", gc=True):
     largest_dz_sum: Number | None = None
     """Largest absolute sum of the logit gradients of a row; 0 except for rounding."""
     losses: list[Number | None] = []
-    """Tensors on which a watched script called `backward`, if there were several."""
+    """Values of the tensors on which a watched script called `backward`, if there were several."""
     rates: list[Number | None] = []
     """Learning rate of each parameter group of a watched script, if they differ."""
     phases: dict[str, Number] = {}
-    """Seconds of each of STEP_PHASES by the device's clock; empty if not measured. IDLE is added if it is known: the
-    time without work before a step that was launched while the previous one was running."""
+    """Seconds of each of STEP_PHASES by the device's clock; empty if not measured. IDLE, if known, is the time that
+    the device waited for work before a step that was launched while the previous one was running."""
     host: dict[str, Number] = {}
     """Seconds of the host's main thread in each of HOST_PARTS; their sum is `wall_s`."""
     total_steps: Count | None = None
@@ -485,8 +489,8 @@ class StepDone(StepRow, frozen=True, kw_only=True, tag="step", gc=True):
 
 
 class Recorded(Event, frozen=True, kw_only=True, tag="recorded"):
-    """A few numbers of the step logged before, with which a replay is compared (`engine.train.recorder`). Lists that
-    the step does not have are empty."""
+    """A few numbers of the step logged just before, with which a replay is compared (`engine.train.recorder`). A list
+    is empty if the step has no such values."""
 
     step: Count
     micro_batch: Count
@@ -510,8 +514,8 @@ class Recorded(Event, frozen=True, kw_only=True, tag="recorded"):
 
 
 class Wrote(Event, frozen=True, kw_only=True, tag="wrote"):
-    """The text that a model wrote for the step logged before it (`engine.train.rollout`); with several ranks,
-    that of the first. Means are over its tokens, in nats."""
+    """The text that a model generated for the step logged just before (`engine.train.rollout`); with several ranks,
+    the first rank's text. Means are over its tokens, in nats."""
 
     step: Count
     by: str
@@ -525,21 +529,22 @@ class Wrote(Event, frozen=True, kw_only=True, tag="wrote"):
     longest: Count
     """Most tokens written in a row."""
     ended: Number
-    """Share of the rows that end with an end token and not at the length limit."""
+    """Share of the rows that end with an end token, not at the length limit."""
     entropy: Number
-    """Mean of minus the log-probability of each token as it was drawn."""
+    """Mean negative log-probability of the tokens under the distribution that they were drawn from."""
     cross_entropy: Number
-    """The same mean from the step's forward pass at temperature 1: equal except for rounding for one model."""
+    """Mean negative log-probability from the step's forward pass at temperature 1. If the tokens were drawn at
+    temperature 1 from the same model, it equals `entropy` except for rounding."""
     divergence: Number
     """Divergence of teacher and student on the written tokens, without T^2."""
     repeated: Number
     """Share of the tokens that equal the one before them."""
     repeated_in_prompts: Number | None = None
-    """The same in the prompts, which are text of the corpus. None in logs of earlier versions."""
+    """Share of repeated tokens in the prompts, which are text of the corpus. None in logs of earlier versions."""
     turn_end: str = ""
-    """The token that ends the corpus's turns of the assistant; empty for a corpus of texts."""
+    """The token that ends the assistant's turns in the corpus; empty for a corpus of plain documents."""
     turn_tokens: Number | None = None
-    """Median length of these turns in tokens."""
+    """Median length of the assistant's turns, in tokens."""
     write_s: Number
     prompt: str
     sample: str
@@ -611,7 +616,7 @@ class StopRequested(Event, frozen=True, kw_only=True, tag="stop_requested"):
 
 
 class Note(Event, frozen=True, kw_only=True, tag="note"):
-    """A message for a person. `level` is `info`, `warning` or `error`."""
+    """A message to the user. `level` is `info`, `warning` or `error`."""
 
     level: str
     text: str
@@ -654,9 +659,10 @@ class HostSample(Event, frozen=True, kw_only=True, tag="host"):
     family_cpu_pct: Number | None = None
     """CPU of the trainer and all its descendants; 100 is one core busy."""
     family_io_bytes_per_s: Number | None = None
-    """Bytes per second that they read and wrote, by system calls and at disks."""
+    """Bytes per second that the trainer and its descendants read and wrote: by system calls, and on disks."""
     family_rss_bytes: Number | None = None
-    """Sum of their resident bytes; a page that several of them share counts once for each."""
+    """Sum of the resident bytes of the trainer and its descendants; a page that several processes share counts once
+    for each."""
     family_processes: Number | None = None
     memory_held_bytes: Number | None = None
     """Memory in use as the trainer counts it: tensor bytes on a GPU, resident bytes of the process on a CPU."""
@@ -665,11 +671,11 @@ class HostSample(Event, frozen=True, kw_only=True, tag="host"):
     memory_peak_bytes: Number | None = None
     """Peak of `memory_held_bytes` in this session."""
     memory_source: str | None = None
-    """The source of these three numbers."""
+    """The source of `memory_held_bytes`, `memory_reserved_bytes` and `memory_peak_bytes`."""
     duty_s: Number | None = None
     """Seconds that taking this sample cost."""
     duty_pct: Number | None = None
-    """Share of the time spent on the last samples, in percent."""
+    """Share of the time that taking the last samples took, in percent."""
     tick_s: Number | None = None
     """Seconds to the next sample."""
     absent: dict[str, str] = {}
@@ -678,12 +684,12 @@ class HostSample(Event, frozen=True, kw_only=True, tag="host"):
 class GpuSample(Event, frozen=True, kw_only=True, tag="gpu"):
     index: GpuIndex
     gpu_util_pct: Number | None = None
-    """Share of the time in which any kernel ran, however small; not how much of the GPU was busy."""
+    """Share of the time in which at least one kernel ran, however small; not the share of the GPU that was busy."""
     gpu_mem_util_pct: Number | None = None
     gpu_mem_used_bytes: Number | None = None
     gpu_mem_total_bytes: Number | None = None
     family_gpu_mem_bytes: Number | None = None
-    """Part used by the trainer and its descendants."""
+    """Bytes of GPU memory used by the trainer and its descendants."""
     gpu_processes: str | None = None
     """Processes that use the GPU for CUDA: `PID BYTES NAME`, separated by `;` (`engine.log.gpus`)."""
     gpu_power_w: Number | None = None
@@ -703,15 +709,15 @@ class GpuSample(Event, frozen=True, kw_only=True, tag="gpu"):
 
     @property
     def slowed(self) -> float | None:
-        """1 when heat or a power brake holds the clocks down, 0 when not, None when not known."""
+        """1 if heat or a power brake lowers the clocks, 0 if not, None if not known."""
         if self.clock_event_reasons is None:
             return None
         return float(not SLOWED.isdisjoint(self.clock_event_reasons.split(",")))
 
 
 SLOWED = frozenset({"hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake"})
-"""Reasons for low clocks that a healthy machine does not have. A power cap is not among them: a card under full
-load runs at its limit."""
+"""Reasons for low clocks that a healthy machine does not have. The power cap is not in the list: a GPU under full
+load runs at its power limit."""
 
 
 class StackDump(Event, frozen=True, kw_only=True, tag="stack_dump"):
@@ -725,15 +731,15 @@ class StackDump(Event, frozen=True, kw_only=True, tag="stack_dump"):
     python_frame: str
     """Innermost Python line of the main thread: `file:line in function`; empty when not known."""
     native_frame: str
-    """Innermost C function of the main thread, or the kernel's function that it waits in; empty when not known."""
+    """Innermost C function of the main thread, or the kernel function in which it waits; empty if not known."""
     python_stack: list[str] = []
-    """The main thread, innermost first."""
+    """Frames of the main thread, innermost first."""
     others: list[str] = []
     """The innermost Python line of each other thread, with the thread's name, where py-spy read them."""
     collective: str = ""
     """Collective in which the ranks hang, and the rank that is missing from it; empty if unknown."""
     missing: list[str] = []
-    """Parts that could not be collected, each with its reason."""
+    """Stacks that could not be collected, each with its reason."""
 
 
 class TrainerStarted(Event, frozen=True, kw_only=True, tag="trainer_started"):
@@ -746,7 +752,8 @@ class TrainerExited(Event, frozen=True, kw_only=True, tag="trainer_exited"):
 
     trainer_pid: Pid
     returncode: Whole | None
-    """Exit status; None if the engine is not the parent, as for a later training below `engine watch`."""
+    """Exit status; None if the engine is not the parent process, as for a second training process under `engine
+    watch`."""
     state: str
     signal: str | None
     cause: str
@@ -765,11 +772,11 @@ class ProcessFound(Event, frozen=True, kw_only=True, tag="process"):
     user: str
     executable: str
     processes: Count
-    """It and its descendants."""
+    """The process and its descendants."""
     ranks: dict[str, Pid] = {}
-    """The processes below it that train, by the RANK of their environment."""
+    """The descendant processes that train, by the variable RANK of their environment."""
     opens_gpu: bool | None = None
-    """Whether one of them has a device file of a GPU open; None where that may not be read."""
+    """Whether one of the processes has a GPU's device file open; None if the permission to read that is missing."""
     no_stacks: str = ""
     """Reason why no Python stack can be read, with advice; empty if it can."""
 
@@ -790,9 +797,9 @@ class Notified(Event, frozen=True, kw_only=True, tag="notified"):
 
     message: str
     sent: list[str] = []
-    """Names of the receivers that took it."""
+    """Names of the receivers that took the message."""
     failed: dict[str, str] = {}
-    """Reason why each other receiver did not, after its scheme and host or its program."""
+    """The receivers that did not take it: scheme and host, or program, each with the reason."""
 
 
 Known: TypeAlias = (

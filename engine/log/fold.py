@@ -109,10 +109,10 @@ _ALL: dict[type, str] = {
 """View fields that hold all events of a kind."""
 
 OF_RANKS = (LogOpened, Judged, Note, RunFinished)
-"""Events of the log of a rank other than the first that the view needs."""
+"""Event kinds that the view needs from the log of a rank other than the first."""
 
 START_PHASES_KEPT = 500
-"""Maximum number of phases kept of a start: tokenizing a large corpus logs its progress as phases."""
+"""Maximum number of phases kept of a start, because tokenizing a large corpus logs its progress as phases."""
 
 Sample = TypeVar("Sample", HostSample, GpuSample)
 _NOT_SHOWN = frozenset({HostSample, GpuSample, StepRow})
@@ -138,14 +138,14 @@ def fold(view: RunView, source: Source, events: Sequence[AnyEvent]) -> RunView:
 
 
 def _parts(events: Sequence[AnyEvent]) -> Iterator[Sequence[AnyEvent]]:
-    """Yield events in order; one that opens a session, or rewinds the steps, begins a new part."""
+    """Yield groups of consecutive events; an event that opens a session or rewinds the steps begins a new group."""
     begins = (row for row, event in enumerate(events) if type(event) in (LogOpened, RunStarted))
     for begin, end in pairwise(sorted({0, *begins, len(events)})):
         yield events[begin:end]
 
 
 def _fold_host(view: RunView, source: Source, events: Sequence[AnyEvent]) -> RunView:
-    """Fold a log of a host other than the first into that host's own view; its lines are lines of the run too."""
+    """Fold a log of a host other than the first into that host's own view, and add its lines to the run's lines."""
     kind, host = source.split(" ", 1)
     own = _Changes(view.further_hosts.get(host, RunView()), kind)
     for part in _parts(events):
@@ -181,8 +181,8 @@ class _Changes:
         return self.lists[name]
 
     def dict_of(self, name: str) -> dict[str, Any]:
-        """Return a dict of the view as one that may be changed: a copy for each event would cost the
-        square of their number."""
+        """Return a dict of the view as a copy that may be changed, made once: a copy for each event would cost
+        quadratic time."""
         if name not in self.changes:
             self.changes[name] = dict(getattr(self.view, name))
         copied: dict[str, Any] = self.changes[name]
@@ -192,7 +192,8 @@ class _Changes:
         return self.clock.unix_s + event.t_s if self.clock else event.t_s
 
     def take(self, events: Sequence[AnyEvent]) -> None:
-        """Take consecutive events of one session; its opening comes first if it is among them."""
+        """Take consecutive events of one session. If the event that opens the session is among them, it is the
+        first."""
         groups, others = split(events)
         tables = {name: columns_of(name, rows) for name, rows in groups.items()}
         if others and isinstance(others[0], LogOpened):
@@ -209,7 +210,7 @@ class _Changes:
             self.changes["first_rank_unix_s"] = (
                 newest if before_s is None else max(before_s, newest)
             )
-        # A note is no sign of progress: a thread that only watches may write one.
+        # A note is not progress: a monitoring thread may write one while training hangs.
         progress_s += [event.t_s for event in others if type(event) is not Note]
         if progress_s and self.source == "events":
             heartbeat_s = self.get("heartbeat_unix_s")
@@ -233,7 +234,8 @@ class _Changes:
         self.drop_outdated()
 
     def take_rank(self, events: Sequence[AnyEvent]) -> None:
-        """Keep the failures that a rank other than the first has logged; the first rank logs everything else too."""
+        """Keep only the failures that a rank other than the first has logged; all else is also in the first rank's
+        log."""
         rank = rank_of(self.source)
         ranks = dict(self.get("ranks"))
         for event in events:
@@ -243,7 +245,7 @@ class _Changes:
                 )
                 ranks[rank] = RankReport(clock=clock)
                 continue
-            # Without an opening the log is broken from its beginning.
+            # A log without `log_opened` is broken from its beginning.
             report = ranks.get(rank) or RankReport(clock=Clock(unix_s=0.0, pid=0))
             if isinstance(event, Judged):
                 failed = {id: check for id, check in report.failed.items() if id != event.id}
@@ -264,7 +266,7 @@ class _Changes:
         self.changes["ranks"] = ranks
 
     def extend(self, name: str, columns: dict[str, Numbers], opened_s: float) -> None:
-        """Add rows to a table, together with the columns computed from them."""
+        """Add rows to a table, with the columns that are computed from the given ones."""
         import numpy as np
 
         columns = dict(columns)
@@ -323,7 +325,7 @@ class _Changes:
             self.forget_exit()
 
     def forget_session(self) -> None:
-        """Drop the trainer's state from its last session."""
+        """Drop the trainer's state of the previous session."""
         self.changes |= {
             "own_finished": None,
             "own_finished_unix_s": 0.0,
@@ -339,7 +341,7 @@ class _Changes:
         self.changes |= {"own_exit": None, "exit_unix_s": None}
 
     def show(self, events: Sequence[AnyEvent]) -> None:
-        """Make log lines of the newest events, no more than are kept.
+        """Make log lines of the newest events, LINES_KEPT at most.
 
         Within a session `t_s` never decreases: it is monotonic and follows `seq`.
         """
@@ -409,7 +411,7 @@ class _Changes:
             case StackDump():
                 self.changes |= {"stack_dump": event, "stack_dump_unix_s": unix_s}
             case _:
-                pass  # other kinds are log lines only
+                pass  # other kinds appear only as log lines
 
     def take_judged(self, event: Judged) -> None:
         if event.by == NUMBER:
@@ -426,14 +428,14 @@ class _Changes:
             self.changes["alert_count"] = self.get("alert_count") + 1
         elif event.by == CHECK:
             self.dict_of("own_checks")[event.id] = event
-            # The record of a step that was not audited can only fail.
+            # For a step that was not audited, only a failed comparison is logged.
             if event.id.startswith(STAGE) and event.level != FAIL:
                 audited = self.list_of("audited_steps")
                 if event.step not in audited[-1:]:
                     audited.append(event.step)
 
     def rewind(self, step: int) -> None:
-        """Drop the steps and events that a resume from `step` replaces."""
+        """Drop the steps and events after `step`, which a resume from `step` repeats."""
         table: Table = self.get("steps")
         keep = table.find("step", step + 1)
         if keep < len(table):
@@ -444,7 +446,7 @@ class _Changes:
         self.changes["student"] = self.changes["receipt"] = None
 
     def newest(self, samples: Sequence[Sample], prefix: str) -> Sample:
-        """Return the newest sample, and put the reasons for its missing readings into `absent`.
+        """Return the newest sample, and add the reasons for its missing readings to `absent`.
 
         The first sample that lacks a reading gives the reason; later ones do not repeat it.
         """
@@ -472,7 +474,8 @@ class _Changes:
         return replace(self.view, **self.changes)
 
     def drop_outdated(self) -> None:
-        """Forget how an earlier session ended once either process of the next one has opened its log.
+        """Drop the records of an earlier session's end once the supervisor or the trainer of the next session has
+        opened its log.
 
         Sessions are compared first and clocks second, so that a step of the wall clock within a run that was
         never resumed does not hide its end.

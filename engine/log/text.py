@@ -1,5 +1,5 @@
-"""Render a run as text: its events, its readings, and a whole RunView. All functions are pure. Every surface
-prints these texts, so that a terminal, a pipe and a notebook agree.
+"""Render a run as text: its events, its readings, and a whole RunView. All functions are pure. The terminal, the
+commands and the notebook print these texts, so that they agree.
 
 An unknown value reads "not measured" or gives its reason; a non-finite number reads `NaN` or `+inf`.
 """
@@ -82,7 +82,7 @@ def one_line(text: str) -> str:
 
 
 def number_text(value: float | None, spec: str) -> str:
-    """Format a number by a Python format spec; absent and non-finite numbers read as everywhere else."""
+    """Format a finite number by a Python format spec; an absent or non-finite one by `format_value`."""
     if value is None or not math.isfinite(value):
         return format_value(value)
     return format(value, spec)
@@ -98,11 +98,11 @@ def clock_text(unix_s: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(unix_s))
 
 
-# One event on one line, as in a log; decisions and alerts also in full.
+# Events, each on one line as in a log; decisions and alerts also on several lines.
 
 
 def decision_lines(decision: DecisionMade) -> list[str]:
-    """Render a logged decision in the words of `engine.decision`."""
+    """Render a logged decision as `engine.decision.Decision` does."""
     lines = Decision(
         knob=decision.knob,
         choice=decision.choice,
@@ -123,7 +123,7 @@ LEVEL_WORDS = {
 
 
 def level_text(judged: Judged) -> str:
-    """Return the word for the level of a result: alerts and identities have words of their own."""
+    """Return the word for the level of a result; LEVEL_WORDS has those of alerts and identities."""
     return LEVEL_WORDS.get((judged.by, judged.level), judged.level)
 
 
@@ -271,7 +271,7 @@ def _watched_text(event: Watched) -> str:
 
 
 def imported_text(event: Imported) -> str:
-    """Say which files of which tool a run was made from."""
+    """Name the tool and the files that a run was imported from."""
     size = format_bytes(sum(size for _, size, _ in event.files))
     count = f"{len(event.files)} file{'' if len(event.files) == 1 else 's'}"
     return f"imported from {event.source}: {event.path} ({count}, {size})"
@@ -318,13 +318,15 @@ def _compiled_text(event: Compiled) -> str:
     if not event.after_warm_up:
         return text
     differs = (
-        f"; differs from one that was warmed in {', '.join(event.differs)}" if event.differs else ""
+        f"; differs from a kernel compiled during warm-up in {', '.join(event.differs)}"
+        if event.differs
+        else ""
     )
     return f"COMPILE AFTER WARM-UP: {text}{differs}"
 
 
 def judged_text(judged: Judged) -> str:
-    """Render what was judged: a failure is highlighted, and unknown never reads as a pass."""
+    """Render the result of a check, rule or identity: a failure is in capitals, and unknown never reads as a pass."""
     match judged.by:
         case "check":
             level = {PASS: PASS, FAIL: "FAIL"}.get(judged.level, "unknown")
@@ -343,12 +345,12 @@ def judged_text(judged: Judged) -> str:
 
 
 LOSSES = 4
-"""Most losses of one step that are shown."""
+"""Maximum number of losses shown for one step."""
 
 
 def step_text(step: StepDone) -> str:
-    """Render a step with every logged number. Numbers that need a teacher are left out if there is none, and cross
-    entropy in a watched script; any other missing number is reported as missing."""
+    """Render the numbers of a step. Cross entropy, KL divergence and agreement are left out where they are absent (no
+    teacher, or a watched script); any other absent number is shown as not measured."""
     parts = [f"step {step.step}", f"loss {format_value(step.loss)}"]
     if step.losses:
         parts[-1] += f" = {' + '.join(map(format_value, step.losses[:LOSSES]))}"
@@ -384,11 +386,11 @@ def sample_text(sample: HostSample | GpuSample) -> str:
     return f"{subject}: {', '.join(readings) or NOT_MEASURED}"
 
 
-# Readings: GPU, host, and the trainer's own account of its memory.
+# Readings: GPU, host, and the memory that the trainer reports.
 
 
 def device_lines(view: RunView, width: int = 100) -> list[str]:
-    """Render GPU and host readings, each as a value or as unknown, with the reason."""
+    """Render GPU and host readings; a missing one is shown with its reason."""
     lines = [*gpu_lines(view, width), *rank_lines(view), *host_lines(view)]
     for host, host_view in view.hosts_now.items():
         lines += [f"{host}:", *host_lines(host_view)]
@@ -397,7 +399,7 @@ def device_lines(view: RunView, width: int = 100) -> list[str]:
 
 
 def host_lines(view: RunView) -> list[str]:
-    """Render the trainer's own account of its memory, and the readings of the host; why no GPU is read."""
+    """Render the memory that the trainer reports, the host's readings and, if no GPU is read, the reason."""
     lines: list[str] = []
     if view.memory_peak is not None and view.memory_peak.measured_bytes is not None:
         lines.append(
@@ -419,7 +421,7 @@ def host_lines(view: RunView) -> list[str]:
 
 
 def _no_gpu_lines(view: RunView) -> list[str]:
-    """Say why no GPU is read; empty where one is, or before the facts of the machine are logged."""
+    """Return the reason why no GPU is read; empty if one is read, or before the facts of the machine are logged."""
     if view.gpus or view.facts is None:
         return []
     return [
@@ -428,7 +430,7 @@ def _no_gpu_lines(view: RunView) -> list[str]:
 
 
 def run_device_lines(view: RunView, width: int = 100) -> list[str]:
-    """Render what was read of GPUs and host over the whole run: typical values and extremes."""
+    """Render the GPU and host readings of the whole run: typical values and extremes."""
     gpus = gpu_lines(view, width, whole_run=True)
     lines = [*gpus, *rank_lines(view), *run_host_lines(view)]
     for host, host_view in view.hosts_now.items():
@@ -437,7 +439,7 @@ def run_device_lines(view: RunView, width: int = 100) -> list[str]:
 
 
 def run_host_lines(view: RunView) -> list[str]:
-    """Render what was read of the host over the whole run."""
+    """Render the host's readings over the whole run."""
     lines: list[str] = []
     if view.memory_peak is not None and view.memory_peak.measured_bytes is not None:
         peak = view.memory_peak
@@ -452,19 +454,19 @@ def run_host_lines(view: RunView) -> list[str]:
 
 
 def _reading_line(label: str, reading: str, *after: str) -> list[str]:
-    """Return one line about a reading; none for one that was never read."""
+    """Return a reading as a list of one line; an empty list if it was never read."""
     return [" ".join(filter(None, (label, reading, *after)))] if reading else []
 
 
 def _over_run(table: Table, name: str, which: Literal["lowest", "median", "highest"]) -> str:
-    """Format a reading over all rows of a table; empty where it was never read. The last word of its name is its
-    unit."""
+    """Format the min, median or max of a reading over all rows of a table; empty if it was never read. The last word
+    of the reading's name is its unit."""
     reading = over_run(table, name, which)
     return "" if reading is None else _UNITS[name.rsplit("_", 1)[-1]](reading)
 
 
 def _held_lines(view: RunView) -> list[str]:
-    """Render the trainer's own account of its memory; empty when it has logged none."""
+    """Render the memory that the trainer reports; empty if it reports none."""
     host = view.host
     if host is None or host.memory_held_bytes is None:
         return []
@@ -479,7 +481,7 @@ def _held_lines(view: RunView) -> list[str]:
 
 
 def _shared_memory_note(view: RunView) -> str:
-    """Return a note that host and GPU share their memory, where they do."""
+    """Return a note that host and GPU share their memory; empty if they do not."""
     unified = (view.facts or {}).get("cuda0_integrated") == "yes"
     return " (host pool, shared with the GPU)" if unified else ""
 
@@ -515,16 +517,16 @@ def has_ended(state: str) -> bool:
 
 
 ERRORS_SHOWN = 20
-"""Most notes of errors that are shown at once."""
+"""Maximum number of error notes shown at once."""
 
 
 def errors_text(count: int) -> str:
-    """Say how many notes of errors there are: `2 errors`; empty when there are none."""
+    """Format the number of error notes: `2 errors`; empty if there are none."""
     return f"{count} error{'s' if count > 1 else ''}" if count else ""
 
 
 def error_lines(errors: Sequence[ErrorNote], path: object = "RUN") -> list[str]:
-    """Render the first notes of errors, and the number of those left out."""
+    """Render the first ERRORS_SHOWN error notes, and the number of the rest."""
     lines = [one_line(f"{clock_text(e.unix_s)} error: {e.note.text}") for e in errors]
     more = len(lines) - ERRORS_SHOWN
     return [
@@ -534,19 +536,19 @@ def error_lines(errors: Sequence[ErrorNote], path: object = "RUN") -> list[str]:
 
 
 def line_text(line: LogLine) -> str:
-    """Render a log line with its local wall time, and with its host where that is not the first of the run."""
+    """Render a log line with its local wall time, and with its host if that is not the run's first host."""
     return f"{clock_text(line.unix_s)} {host_words(line)}{event_text(line.event)}"
 
 
 def host_words(line: LogLine) -> str:
-    """Return the beginning of a line that a host other than the first has logged."""
+    """Return the prefix of a line that a host other than the first has logged; empty for the first host."""
     host = host_of(line.source)
     return f"{host}: " if host else ""
 
 
 def status_text(view: RunView, alive: Liveness) -> str:
-    """Render the run in one line: state, progress, loss, pace and time left. What is wrong with it, and how it ended,
-    is its verdict (`engine.watch.verdict_line`)."""
+    """Render the run in one line: state, progress, loss, pace and time left. The verdict line
+    (`engine.watch.verdict_line`) has what is wrong with the run and how it ended."""
     state = view.state(alive)
     parts = [state.upper()]
     if view.total_steps is not None:
@@ -579,8 +581,8 @@ def _pace(view: RunView, state: str, alive: Liveness) -> list[str]:
 
 
 def share_of_peak(view: RunView) -> float | None:
-    """Return the fraction (0 to 1) of the device's dense bf16 peak that the run's own arithmetic uses; None
-    where the pace or the peak is not known."""
+    """Return the model FLOPs utilisation: FLOP/s of the training as a fraction (0 to 1) of the device's dense bf16
+    peak; None if the pace or the peak is not known."""
     started, pace = view.started, view.tokens_per_second()
     if started is None or not started.flops_per_token or not started.peak_flops_per_s or not pace:
         return None
@@ -611,10 +613,10 @@ def identity_text(identity: Judged) -> str:
 
 
 def host_lost_text(view: RunView) -> str:
-    """Describe what is known of a run whose end neither it nor its supervisor could record."""
+    """Describe a run whose end neither the trainer nor its supervisor could record."""
     host = view.host_elsewhere(read_host())
     words = (
-        "the machine stopped or restarted while it ran (its boot id is not this one's; a run copied from "
+        "the machine stopped or restarted while it ran (its boot id differs from the present one; a run copied from "
         "another machine looks the same)"
     )
     if host:
@@ -661,8 +663,8 @@ def has_samples(view: RunView) -> bool:
 
 
 def sample_lines(view: RunView) -> list[str]:
-    """Render the models' continuations of one held-out prompt at each evaluation, the newest last, after what a model
-    wrote for training.
+    """Render the texts that a model wrote for training, then the continuations of one held-out prompt at each
+    evaluation, the newest last.
     """
     asked = [done for done in view.evals if done.sample]
     lines = _written_lines(view)
@@ -681,7 +683,7 @@ def sample_lines(view: RunView) -> list[str]:
 
 
 def wrote_text(event: Wrote) -> str:
-    """Describe the text that a model wrote for a step."""
+    """Describe the text that a model generated for a training step."""
     return f"{_wrote_numbers(event)}; {_quoted(event.prompt)} -> {_quoted(event.sample)}"
 
 
@@ -694,7 +696,7 @@ def _wrote_numbers(event: Wrote) -> str:
 
 
 def _written_lines(view: RunView) -> list[str]:
-    """Render the first and the newest records of what a model wrote for training, and the newest text."""
+    """Render the first and the newest records of text that a model wrote for training, and the newest text itself."""
     wrote = view.wrote
     if not wrote:
         return []
@@ -709,11 +711,11 @@ def _written_lines(view: RunView) -> list[str]:
 
 
 def _sample_text(done: Evaluated) -> str:
-    return f"{_quoted(done.prompt)} goes on {_quoted(done.sample)}"
+    return f"{_quoted(done.prompt)} continues {_quoted(done.sample)}"
 
 
 def _quoted(text: str) -> str:
-    """Return a text in one line, with its spaces and ends of lines visible."""
+    """Return a text as a JSON string, so that its spaces and line breaks are visible on one line."""
     return one_line(json.dumps(text, ensure_ascii=False))
 
 
@@ -742,12 +744,12 @@ def ledger_line(view: RunView) -> str:
 
 
 def start_line(view: RunView) -> str:
-    """Break down the time to the session's first step by phase; empty before its log is open."""
+    """Break down the time to the session's first step by phase; empty before the trainer has opened its log."""
     return _shares("start", view.start_s(), least=0.01)
 
 
 def start_parts(view: RunView) -> list[dict[str, Any]]:
-    """Return the phases of the session's start in their order, with the seconds of each, as JSON has them."""
+    """Return the phases of the session's start in order, each with its seconds, as objects for JSON."""
     return [{"phase": name, "seconds": s} for name, s in view.start_s().items()]
 
 
@@ -757,7 +759,7 @@ def _shares_of_newest_step(title: str, seconds: Mapping[str, float], *, least: f
 
 
 def _shares(title: str, seconds: Mapping[str, float], *, least: float) -> str:
-    """Render seconds by name, the largest first; those of a share up to `least` are left out."""
+    """Render the share of each name in the total seconds, the largest first; shares up to `least` are left out."""
     total = sum(seconds.values())
     if not total:
         return ""
@@ -769,8 +771,8 @@ def _shares(title: str, seconds: Mapping[str, float], *, least: float) -> str:
 
 
 def speed_lines(view: RunView) -> list[str]:
-    """Render the pace of the last steps as a share of the device's peak, and the phases of the newest step, of the
-    host's time to it, and of the start."""
+    """Render the pace of the last steps as a share of the device's peak, and break down three times by phase: the
+    device's and the host's time of the newest step, and the start."""
     pace = [] if view.tokens_per_second() is None else [f"speed  {_pace_text(view)}"]
     host = _shares_of_newest_step("host ", view.host_s, least=0.01)
     return [*pace, *filter(None, [ledger_line(view), host, start_line(view)])]
@@ -783,7 +785,7 @@ CHECK_SIGNS = {"fail": "x FAIL", "unknown": "? unknown", "pass": "+ pass"}
 
 
 def check_lines(view: RunView) -> list[str]:
-    """Render the first-minute checks: failed, then unknown, then passed; and the notes of errors."""
+    """Render the first-minute checks (failed, then unknown, then passed), and the error notes."""
     checks, errors = view.checks, error_lines(view.errors)
     if not checks:
         return ["no check has run yet", *errors]
@@ -809,8 +811,8 @@ AUDITED_STEPS_SHOWN = 4
 
 
 def audit_text(view: RunView) -> str:
-    """Render what was audited, and how much of it: `audited: steps 1 and 20; stages 10 of 10; positions 384 of 384;
-    parameters 100 %`; empty when no step was."""
+    """Render the coverage of the audit: `audited: steps 1, 20; stages 10 of 10; positions 384 of 384; parameters 100
+    %`; empty if no step was audited."""
     steps = [f"{step:,}" for step in view.audited_steps]
     if not steps:
         return ""
@@ -832,8 +834,8 @@ def audit_text(view: RunView) -> str:
     return f"audited: {'; '.join(parts)}"
 
 
-# Shown where a run of the engine would have readings that a watched script does not give.
-UNSEEN_COMMAND = "no probe reported a step: its optimizer and gradients were not seen"
+# Shown for a watched script in place of readings that only a run of the engine has.
+UNSEEN_COMMAND = "no probe reported a step, so the optimizer and the gradients are unknown"
 OTHERS_KERNELS = "nothing compiled by torch.compile was seen"
 OTHERS_DATA = (
     "the data of a watched script is not read; the numbers of its batches are in the steps"
@@ -845,11 +847,11 @@ OTHERS_RESULT = (
 OTHERS_SAMPLES = "no text is generated from the model of a watched script"
 
 GROUPS = 6
-"""Most parameter groups of an optimizer that are shown."""
+"""Maximum number of an optimizer's parameter groups shown."""
 
 
 def data_lines(view: RunView) -> list[str]:
-    """Render what the run trains on; empty until it has been read."""
+    """Render the corpus that the run trains on; empty until it has been read."""
     return [] if view.data is None else [one_line(line) for line in _data_lines(view.data)]
 
 
@@ -878,7 +880,9 @@ def _data_lines(data: DataReady) -> list[str]:
     if data.copies:
         named = ", ".join(data.copies_named)
         more = ", ..." if data.copies > len(data.copies_named) else ""
-        lines.append(f"copies     {data.copies:,} of them, of held-out text: {named}{more}")
+        lines.append(
+            f"copies     {data.copies:,} of the skipped files copy held-out text: {named}{more}"
+        )
     if data.repeated:
         lines.append(f"repeated   {data.repeated:,} training documents repeat an earlier one")
     lines += [f"left out   {count:,}: {why}" for why, count in data.left_out.items()]
@@ -896,7 +900,7 @@ SETTINGS = "settings of "
 
 
 def command_lines(view: RunView, command: WatchedCommand) -> list[str]:
-    """Render what is known of a watched script; it has no decisions."""
+    """Render the command, optimizer and settings of a watched script, which logs no decisions of a plan."""
     no_commit = "unknown" + ("" if view.imported else ": no git repository was found there")
     lines = [
         f"command    {command.line}",
@@ -935,7 +939,7 @@ def _logged_lines(view: RunView) -> list[str]:
 
 
 FILES = 6
-"""Most files of an import that are shown."""
+"""Maximum number of an import's files shown."""
 
 
 def _imported_lines(imported: Imported) -> list[str]:
@@ -966,7 +970,7 @@ def _group_lines(watched: Watched) -> list[str]:
 
 
 def commit_text(command: WatchedCommand) -> str:
-    """Return the commit, and whether files differ from it; empty where it is not known."""
+    """Return the commit, marked if files differ from it; empty if it is not known."""
     if command.commit is None:
         return ""
     clean = command.commit.removesuffix("+")
@@ -976,7 +980,7 @@ def commit_text(command: WatchedCommand) -> str:
 def _counts_text(counts: KernelCounts) -> str:
     return (
         f"by step {counts.step}: {counts.hits} hits, {counts.misses} misses, "
-        f"{counts.disk_hits} of them from the cache on disk"
+        f"{counts.disk_hits} of the misses loaded from the disk cache"
     )
 
 

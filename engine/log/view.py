@@ -59,11 +59,11 @@ SOURCES: tuple[Source, ...] = ("events", "device", "watch")
 GOING_ON = ("not started", "starting", "running", "stopping")
 """States of a run that has not ended."""
 MEMORY_KEPT = 512
-"""Number of points that are kept of each memory value that a script logs."""
+"""Number of points kept of each logged value with `mem` in its name."""
 STEPS_KEPT = 8
-"""Number of newest steps that are kept whole: a step's row in the table has no phases."""
+"""Number of newest steps kept as whole events, because a row of the steps table has no phases."""
 WROTE_KEPT, WROTE_FIRST = 1000, 10
-"""Number of `Wrote` events that are kept, the first WROTE_FIRST and the newest."""
+"""Number of `Wrote` events kept: the first WROTE_FIRST and the newest."""
 LONGEST_STATE = 32
 HOST_LOST = "HOST_LOST"
 """State of an exit record: a machine was lost while the run was on it."""
@@ -74,7 +74,7 @@ seconds, and a mounted folder may show a file as it was a minute ago.
 """
 
 IMPORTS, FIRST_STEP = "Python and torch", "the first step"
-"""Names of the parts of a start that are not phases in the log."""
+"""Names of the phases of a start that the log does not record as phases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,14 +84,14 @@ class Clock:
     unix_s: float
     pid: int
     session: int = 1
-    """1 for the first opening of the log, and one more for each resume."""
+    """Number of the session: 1 for the first opening of the log, and one more for each resume."""
     boot_id: str = ""
     host: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """Failures that a rank other than the first reported in its newest session. Their texts begin with `rank N: `."""
+    """Failures that a rank other than the first reported in its newest session. Each text begins with `rank N: `."""
 
     clock: Clock
     failed: Mapping[str, Judged] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class ErrorNote(NamedTuple):
 
 
 class LogLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One event as the log pane shows it."""
+    """One event as the log view of the terminal shows it."""
 
     unix_s: float
     source: Source
@@ -132,7 +132,7 @@ class RunView:
     first_unix_s: float | None = None
     last_unix_s: float | None = None
     sessions: int = 0
-    """Number of trainers that have worked on this run: 1, and one more for each resume."""
+    """Number of trainer processes so far: 1, and one more for each resume."""
     started: RunStarted | None = None
     started_unix_s: float | None = None
     watched: Watched | None = None
@@ -156,7 +156,7 @@ class RunView:
     further_hosts: Mapping[str, RunView] = field(default_factory=dict)
     """Readings of each host other than the first, and the records of its supervisor, by name of the host."""
     beats: tuple[Beat, ...] = ()
-    """Progress of the ranks when the view was read; empty where one process trains."""
+    """Progress of the ranks when the view was read; empty if a single process trains."""
     phase: Phase | None = None
     phase_unix_s: float | None = None
     start_phases: tuple[tuple[str, float], ...] = ()
@@ -179,7 +179,7 @@ class RunView:
     """Results of the identities of a watched script, once for each level."""
     checkpoints: tuple[CheckpointSaved, ...] = ()
     note_lines: tuple[LogLine, ...] = ()
-    """The lines of notes of all logs, ordered by time."""
+    """The notes of all logs as log lines, ordered by time."""
     memory_plan: MemoryPlanned | None = None
     memory_peak: MemoryMeasured | None = None
     """The newest measurement of this session."""
@@ -194,7 +194,7 @@ class RunView:
     receipt: ReceiptWritten | None = None
     stop_requested: str | None = None
     own_finished: RunFinished | None = None
-    """End of this session on the first rank; None again as soon as the run is resumed."""
+    """End of this session on the first rank; None again once the run is resumed."""
     own_finished_unix_s: float = 0.0
     facts: dict[str, Any] | None = None
     host: HostSample | None = None
@@ -203,12 +203,12 @@ class RunView:
     gpus: dict[int, GpuSample] = field(default_factory=dict)
     gpu_tables: dict[int, Table] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
-    """Reason why a reading is missing, by field (`gpu0.gpu_power_w`); kept from the sample that gave the reason until
-    there is a value."""
+    """Reason why a reading is missing, by field (`gpu0.gpu_power_w`). The first sample without the reading gives the
+    reason, which is kept until the reading has a value."""
     trainer_pid: int | None = None
     trainer_started_unix_s: float | None = None
     own_exit: TrainerExited | None = None
-    """End of this session as the supervisor of the first host recorded it."""
+    """End of this session as recorded by the first host's supervisor."""
     exit_unix_s: float | None = None
     launcher_gone: str | None = None
     alerts: dict[str, Judged] = field(default_factory=dict)
@@ -224,11 +224,12 @@ class RunView:
     """The newest stack dump of this session."""
     stack_dump_unix_s: float | None = None
     lines: tuple[LogLine, ...] = ()
-    """The newest LINES_KEPT events of all logs without readings, ordered by time."""
+    """The newest LINES_KEPT events of all logs except readings, ordered by time."""
 
     @property
     def hosts_now(self) -> dict[str, RunView]:
-        """The further hosts of this session: those whose supervisor began after the end of the session before it."""
+        """The hosts of this session other than the first: those whose supervisor started after the previous session
+        ended."""
         before = -math.inf if self.before_unix_s is None else self.before_unix_s
         return {
             host: view
@@ -244,7 +245,7 @@ class RunView:
 
     @property
     def exit(self) -> TrainerExited | None:
-        """End of this session as recorded by the supervisor of the first host, or by another when the first host was
+        """End of this session as recorded by the first host's supervisor, or by another host's if the first host was
         lost."""
         others = (view.own_exit for view in self.hosts_now.values())
         lost = (end for end in others if end is not None and end.state == HOST_LOST)
@@ -252,7 +253,7 @@ class RunView:
 
     @property
     def ranks_now(self) -> dict[int, RankReport]:
-        """The ranks of this session: those that opened their log after the end of the session before it."""
+        """The ranks of this session: those that opened their log after the previous session ended."""
         before = -math.inf if self.before_unix_s is None else self.before_unix_s
         return {rank: r for rank, r in self.ranks.items() if r.clock.unix_s > before}
 
@@ -262,15 +263,15 @@ class RunView:
         failures = [] if own is None or own.level != FAIL else [Failed(0, own)]
         for rank, report in sorted(self.ranks_now.items()):
             if (check := report.failed.get(id)) is not None:
-                # The first rank may have logged it for that rank.
+                # The first rank may have logged the failure for that rank.
                 failures = [failed for failed in failures if failed.check.text != check.text]
                 failures.append(Failed(rank, check))
         return failures
 
     @property
     def checks(self) -> dict[str, Judged]:
-        """The newest result of each first-minute check of this session, by its id; one that failed on any rank has
-        failed."""
+        """The newest result of each first-minute check of this session, by its id; a check that failed on any rank
+        has failed."""
         checks = dict(self.own_checks)
         for id in {id: None for report in self.ranks_now.values() for id in report.failed}:
             first, *others = self.failures(id)
@@ -292,7 +293,7 @@ class RunView:
 
     @property
     def failed_rank(self) -> RunFinished | None:
-        """The end of the rank that failed first; None if no rank other than the first one failed before it."""
+        """The end record of the rank that failed before all others; None if that is rank 0, or if no rank failed."""
         failed = [report for report in self.ranks_now.values() if report.ended is not None]
         first = min(failed, key=lambda report: report.ended_unix_s, default=None)
         own = self.own_finished
@@ -306,8 +307,8 @@ class RunView:
 
     @property
     def ended_by_rank(self) -> RunFinished | None:
-        """The end of the rank, other than the first, that ended this session, as it or its launcher recorded it; None
-        if no such rank did."""
+        """The end record of the rank that ended this session, written by that rank or its launcher; None if it was
+        rank 0 or no rank."""
         own, exit_ = self.own_finished, self.exit
         step = self.last_step if own is None else own.step
         if own is not None and own.state == "completed":
@@ -319,7 +320,7 @@ class RunView:
             return msgspec.structs.replace(rank, step=step)
         if exit_ is None or not exit_.rank or not exit_.returncode:
             return None
-        # If that rank recorded its end, the first rank failed before it.
+        # If the rank recorded its own end, the first rank failed before it.
         if (own is not None and own.state == "stopped") or (
             (report := self.ranks_now.get(exit_.rank)) is not None and report.ended is not None
         ):
@@ -329,8 +330,8 @@ class RunView:
 
     @property
     def finished(self) -> RunFinished | None:
-        """The end of this session, as the run recorded it. If one rank ended it, the end of that rank: the others
-        failed because they lost the connection to it."""
+        """The end of this session, as the run recorded it. If one rank ended the session, it is the end of that rank:
+        the other ranks failed because they lost the connection to it."""
         # While its processes exist, the first rank may still record an end.
         own, exit_ = self.own_finished, self.exit
         if own is None and (exit_ is None or self.failed_rank is None):
@@ -355,7 +356,7 @@ class RunView:
 
     @property
     def total_steps(self) -> int | None:
-        """Steps of the whole training: as configured, or as the framework of a watched script reports; None if
+        """Number of steps of the whole training, from the settings or from the framework of a watched script; None if
         unknown."""
         if self.started:
             return self.started.steps
@@ -363,7 +364,7 @@ class RunView:
 
     @property
     def batch(self) -> tuple[int, int] | None:
-        """Batch in the current epoch of a watched script, and batches of the epoch."""
+        """Number of the current batch in the epoch, and number of batches of the epoch, of a watched script."""
         newest = self.recent_steps[-1] if self.recent_steps else None
         if newest is None or newest.batch is None or not newest.batches:
             return None
@@ -376,7 +377,7 @@ class RunView:
 
     @property
     def host_s(self) -> Mapping[str, float]:
-        """Seconds of each of HOST_PARTS before the newest step's record."""
+        """Seconds of each of HOST_PARTS between the records of the last two steps."""
         return self.recent_steps[-1].host if self.recent_steps else {}
 
     @property
@@ -392,13 +393,13 @@ class RunView:
         return next((e for e in reversed(self.evals) if e.subject == subject), None)
 
     def state(self, alive: Liveness) -> str:
-        """Return the state as one word: not started, starting, running, stopping, completed, stopped, failed,
-        the word of the exit record (killed, crashed, ...), host_lost or vanished.
+        """Return the state of the run: not started, starting, running, stopping, completed, stopped, failed, the
+        state in the exit record (killed, crashed, ...), host_lost, vanished or unwatched.
 
-        The run's own record comes first, then its parent's. `vanished` is a dead run without a record of its
-        end; `host_lost` is one that began in another boot, or on another machine that has written nothing for
-        SILENT_S. A resumed run is starting again until it has done a step. `unwatched` is a process
-        that was already running when watching began, and is no longer watched: it may still run.
+        The trainer's own record of the end counts before its supervisor's. `vanished` is a dead run without a record
+        of its end. `host_lost` is a dead run that began before this machine's last boot, or on another machine that
+        has written nothing for SILENT_S. A resumed run is `starting` until it has done a step. `unwatched` is a
+        process that was already running when watching began and is no longer watched: it may still run.
         """
         if self.finished is not None:
             return _end_state(self.finished.state)
@@ -424,7 +425,7 @@ class RunView:
         return "running" if len(self.steps) > self.session_row else "starting"
 
     def host_elsewhere(self, here: str) -> str:
-        """Return the name of the machine that the run's newest session is on; empty if that is this one, or unknown."""
+        """Return the name of the machine of the run's newest session; empty if it is this machine, or unknown."""
         known = [clock for clock in self.clocks.values() if clock.host]
         host = max(known, key=lambda clock: clock.unix_s).host if known else ""
         return host if here and host != here else ""
@@ -437,7 +438,7 @@ class RunView:
     def tokens_per_second(self, window: int = 20) -> float | None:
         """Return tokens per second over the last `window` steps of this session.
 
-        None until there are steps with a known time.
+        None until this session has steps with a known time.
         """
         begin = max(self.session_row, len(self.steps) - window)
         tokens, seconds = self.steps.values("tokens", begin), self.steps.values("step_s", begin)
@@ -449,8 +450,8 @@ class RunView:
         return sum(n for n, _ in timed) / sum(s for _, s in timed) if timed else None
 
     def eta_s(self) -> float | None:
-        """Return the seconds to the last step at the pace of this session so far, evaluations and checkpoints
-        included; None until there are two steps."""
+        """Return the seconds until the last step, at the pace of this session so far with its evaluations and
+        checkpoints; None before the second step."""
         if self.total_steps is None or self.session_row >= len(self.steps):
             return None
         first_step, first_unix_s = self._step_and_time(self.session_row)
@@ -462,13 +463,14 @@ class RunView:
 
     @property
     def first_step_unix_s(self) -> float | None:
-        """When the first step of this session finished."""
+        """Wall time at which the first step of this session finished."""
         if self.session_row >= len(self.steps):
             return None
         return self._step_and_time(self.session_row)[1]
 
     def start_s(self) -> dict[str, float]:
-        """Return the seconds from the trainer's start to its first step by phase, or to its newest line before that."""
+        """Return the seconds of each phase from the trainer's start to its first step, or to its newest line before a
+        first step."""
         opened, end = self.session_unix_s, self.first_step_unix_s or self.heartbeat_unix_s
         if opened is None or end is None:
             return {}
@@ -490,18 +492,18 @@ class RunView:
 
 
 def host_of(source: Source) -> str:
-    """Return the host of a log of a host other than the first; empty for any other log."""
+    """Return the host whose log `source` is; empty for a log of the first host."""
     kind, _, host = source.partition(" ")
     return host if kind in ("device", "watch") else ""
 
 
 def rank_of(source: Source) -> int:
-    """Return the rank of a log; 0, the first rank, for the logs of the run."""
+    """Return the rank whose log `source` is; 0 for the logs of the first rank and of supervisors."""
     return int(source.removeprefix("rank ")) if source.startswith("rank ") else 0
 
 
 def without_repeats(notes: Iterable[ErrorNote]) -> list[ErrorNote]:
-    """Leave out a note that an earlier rank wrote in the same words."""
+    """Leave out each note whose text a lower rank has also written."""
     notes = list(notes)
     lowest: dict[str, int] = {}
     for rank, _, note in notes:
@@ -511,7 +513,7 @@ def without_repeats(notes: Iterable[ErrorNote]) -> list[ErrorNote]:
 
 
 def _end_state(state: str) -> str:
-    """Return the state named by an end record. A record whose state is not a word, or names a running state, is
-    only known to be an end."""
+    """Return the state named by an end record; a general state if the record's is not a word or is a state of a
+    running run."""
     is_word = len(state) <= LONGEST_STATE and state.isidentifier()
     return state if is_word and state not in GOING_ON else "failed"

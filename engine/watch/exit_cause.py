@@ -2,44 +2,42 @@
 
 SIGKILL does not mean "out of memory": a person, a job scheduler and the kernel's OOM killer all leave the
 same exit status. Kernel counters, read before the start and after the end, tell them apart. `/proc/vmstat
-oom_kill` counts every OOM kill on the machine, needs no privilege, and is the evidence for each of these
-rows.
+oom_kill` counts every OOM kill on the machine, needs no privilege, and is the evidence for the first six rows.
 
     exit status   vmstat   cgroup   kernel line   verdict
     -9 / 137      >= 1     >= 1     yes           OOM_MEMCG, proved
     -9 / 137      >= 1     >= 1     none          OOM_MEMCG, strong
     -9 / 137      >= 1     0        yes           OOM_GLOBAL, proved
-    -9 / 137      >= 1     0        none          OOM_GLOBAL, probable: another may be the victim
-    -9 / 137      0        0                      KILLED_EXTERNAL: not the kernel's OOM killer
+    -9 / 137      >= 1     0        none          OOM_GLOBAL, probable: the victim may be another process
+    -9 / 137      0         0                      KILLED_EXTERNAL: not the kernel's OOM killer
     -9 / 137      counters unreadable             UNKNOWN, with the reason
     -15 / 143                                     TERMINATED
     -2 / 130                                      INTERRUPTED
     1 and a MemoryError or OutOfMemoryError       ALLOC_FAILED, of the host or of the device
     1 and a CUDA or NCCL error                    DEVICE_FAILED
     65 and a full disk                            DISK_FULL
-    -11 / -7 / -6 ...                             CRASHED; for -6 with the message of the library
+    -11 / -7 / -6 ...                             CRASHED; for -6 with the library's message
     0, 1, 2, 64, 65, 70                           the meaning that `engine.errors` gives them
-    any, and another boot id                      HOST_LOST
+    any, and the boot id changed                      HOST_LOST
     not known                                     UNKNOWN
     not known, of a process that the engine did not start:
               any      any      yes           OOM_MEMCG or OOM_GLOBAL, proved
-              >= 1     >= 1     none          OOM_MEMCG, probable: another may be the victim
+              >= 1     >= 1     none          OOM_MEMCG, probable: the victim may be another process
               any other                       UNKNOWN
 
 A shell reports signal n as 128 + n. If a stop was requested and no evidence points to memory, SIGKILL is
-TERMINATED. The refinements below either weaken the claim or quote the kernel itself:
+TERMINATED. These refinements either weaken the claim or quote the kernel:
 
 - A kernel line that names the constraint decides between OOM_MEMCG and OOM_GLOBAL: a cgroup's
   `oom_kill` also counts its processes killed because the whole machine ran out.
 - `oom` unchanged (the cgroup's own limit was not the cause) or `.local` unchanged (the victim was in
   a descendant cgroup) lowers OOM_MEMCG from strong to probable.
-- An unreadable cgroup counter does not weaken "vmstat did not move": vmstat counts every cgroup.
+- If vmstat is unchanged, an unreadable cgroup counter does not weaken the claim: vmstat counts every cgroup.
 - Exit 0 without the run's own record of its end is UNKNOWN, not COMPLETED.
 
-On an integrated GPU no cgroup counter sees CUDA memory, and a machine may hang without any kill record: there
-the sentence says that unchanged counters prove nothing. The remaining evidence (the lowest available memory
-and the memory pressure before the end) is added to every SIGKILL that is neither the OOM killer's nor
-requested here.
+On an integrated GPU no cgroup counter sees CUDA memory, and a machine may hang without any kill record: there the
+sentence says that unchanged counters prove nothing. The remaining evidence (the lowest available memory and the
+memory pressure before the end) is added to every SIGKILL that neither the OOM killer sent nor a stop requested.
 
 `find_kernel_line` runs `dmesg`, which is denied to ordinary users on most machines; the reason is then reported and
 only the counters decide.
@@ -98,7 +96,7 @@ class Certainty(StrEnum):
     STRONG = "strong"
     PROBABLE = "probable"
     NONE = "none"
-    """Used only with UNKNOWN."""
+    """No cause is claimed: only with UNKNOWN."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,13 +104,13 @@ class ExitAttribution:
     state: ExitState
     signal_name: str | None
     cause: str
-    """Cause in a few words, for a table; `sentence` is for a person."""
+    """Cause in a few words, for a table; `sentence` is the whole message."""
     certainty: Certainty
     sentence: str
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the run did its work; UNKNOWN if the exit does not show it."""
+        """Whether the run completed its work; UNKNOWN if the exit does not show it."""
         level = {ExitState.COMPLETED: Level.PASS} | dict.fromkeys(_UNDECIDED, Level.UNKNOWN)
         return Verdict(level.get(self.state, Level.FAIL), self.sentence)
 
@@ -126,7 +124,7 @@ _EXIT_STATES = {
     2: (ExitState.DECLINED, "it could not decide, or declined"),
     64: (ExitState.USAGE, "the command line was wrong"),
     65: (ExitState.BAD_INPUT, "a file or a setting was refused"),
-    70: (ExitState.INTERNAL_ERROR, "the engine broke one of its own promises"),
+    70: (ExitState.INTERNAL_ERROR, "an internal check of the engine failed"),
 }
 _HOST, _DEVICE, _DISK = "host memory", "device", "disk"
 _CAUSES_IN_STDERR: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
@@ -147,7 +145,7 @@ _CAUSES_IN_STDERR: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ),
     )
 )
-"""Cause and the texts in the last lines of a process that show it; the first match counts."""
+"""Causes, each with the pattern in the last lines of stderr that shows it; the first match counts."""
 _STATES = {_DEVICE: ExitState.DEVICE_FAILED, _DISK: ExitState.DISK_FULL}
 _CRASH_SIGNALS = frozenset(
     {
@@ -181,12 +179,12 @@ def attribute_exit(
 ) -> ExitAttribution:
     """Attribute the end of a process by the table above.
 
-    `returncode` is as in `subprocess`, None if the end was not observed. `stop_requested` names who asked the
-    process to stop, if anyone did. `kernel_line` is the result of `find_kernel_line`. `finished` means that
-    the run recorded its own end. `exception` is the name of the exception that ended it, from its log or
-    `exception_name(stderr)`; `stderr` is the end of its standard error, `reason` the end that the
-    run recorded, where it failed. `memory` describes the machine's memory before the end, as the sampler saw it.
-    `is_ours` is False for a watched command, whose exit codes have meanings of their own.
+    `returncode` is as in `subprocess`, None if the end was not observed. `stop_requested` names who requested a stop;
+    empty if no stop was requested. `kernel_line` is the result of `find_kernel_line`. `finished` means that the run
+    recorded its own end. `exception` is the name of the exception that ended it, from its log or
+    `exception_name(stderr)`; `stderr` is the end of its standard error, `reason` is the reason that the run recorded,
+    if it recorded a failure. `memory` describes the machine's memory before the end, as the sampler saw it. `is_ours`
+    is False for a watched command, whose exit codes do not have the engine's meanings.
     """
     boots = (before.boot_id.value, after.boot_id.value)
     if None not in boots and boots[0] != boots[1]:
@@ -215,8 +213,8 @@ def attribute_exit(
 def attribute_unseen_exit(
     before: KillCounters, after: KillCounters, *, kernel_line: str | None, memory: str | None
 ) -> ExitAttribution:
-    """Attribute the end of a process of which no exit status is known: out of memory only where the kernel's log
-    names it, and probably where its control group's counter rose; else unknown, with what the counters say."""
+    """Attribute the end of a process whose exit status is not known. It is out of memory if the kernel's log names
+    the process, and probably so if its control group's counter rose; else unknown, with the counters."""
     machine, group = (
         _rise(before.vmstat_oom_kill, after.vmstat_oom_kill),
         _group_rise(before, after),
@@ -256,7 +254,7 @@ def _signal_number(returncode: int) -> int | None:
     """Return the signal that ended a process, from a `subprocess` or a shell exit status."""
     if returncode < 0:
         return -returncode
-    # Only numbers of existing signals: a program may exit with 255 or 163 for its own reasons.
+    # Only numbers of existing signals: 255 or 163 is a program's own exit code.
     named = {number.value for number in signal.Signals}
     return returncode - 128 if returncode - 128 in named else None
 
@@ -317,7 +315,9 @@ def _exited(
     if code == 1 and exception is not None and not finished:
         text = f"{text}: nothing caught the exception, and the run did not record its end"
         return _attribution(ExitState.FAILED, cause, Certainty.PROVED, text)
-    state, meaning = _EXIT_STATES.get(code, (ExitState.FAILED, "it gave a code without a meaning"))
+    state, meaning = _EXIT_STATES.get(
+        code, (ExitState.FAILED, "the meaning of this exit code is not known")
+    )
     return _attribution(state, cause, Certainty.PROVED, f"{text}: {meaning}")
 
 
@@ -336,7 +336,7 @@ def _signalled(
     how = f"{name} (exit status {returncode})"
     if number in _CRASH_SIGNALS:
         text, cause = f"The process crashed with {how}", f"crash, {name}"
-        # Only before an abort does a library print why.
+        # A library prints the reason only before an abort.
         about, words = cause_in_stderr(stderr) if number == signal.SIGABRT else (None, "")
         if about == _HOST:
             text, cause = f"{text} after an allocation of host memory failed: {words}", words
@@ -416,7 +416,7 @@ def _killed(
 
 
 def _rise(before: Reading, after: Reading) -> Reading:
-    """Return `after - before`; absent when either is or when the counter decreased."""
+    """Return `after - before`; absent if either value is absent or the counter decreased."""
     if before.number is None or after.number is None:
         return before if before.number is None else after
     if after.number < before.number:
@@ -440,17 +440,17 @@ def _doubts(before: KillCounters, after: KillCounters) -> list[str]:
     doubts = []
     if _rise(before.memcg_oom, after.memcg_oom).number == 0:
         doubts.append(
-            "the limit that was hit may be that of a parent or of the machine (oom did not move)"
+            "the limit that was reached may be that of a parent group or of the machine (oom did not move)"
         )
     if _rise(before.memcg_oom_kill_local, after.memcg_oom_kill_local).number == 0:
         doubts.append(
-            "the victim was in a group below, perhaps another process (.local did not move)"
+            "the victim was in a descendant group, perhaps another process (.local did not move)"
         )
     return doubts
 
 
 def _names_group(kernel_line: str | None) -> bool | None:
-    """Return whether the kernel line names a cgroup's limit as the cause; None when it names no constraint."""
+    """Return whether the kernel line names a cgroup's limit as the cause; None if it names no limit."""
     line = kernel_line or ""
     if "CONSTRAINT_MEMCG" in line or "Memory cgroup out of memory" in line:
         return True
@@ -465,7 +465,7 @@ def exception_name(stderr: str) -> str | None:
 
 
 def _last_error(stderr: str) -> str:
-    """Return what stderr says from the exception of its last traceback on; empty without one."""
+    """Return stderr from the exception line of its last traceback on; empty if it has no traceback."""
     _, header, tail = stderr.rpartition("Traceback (most recent call last):\n")
     match = re.search(r"(?m)^[A-Za-z_][\w.]*(?::|$)", tail) if header else None
     return tail[match.start() :] if match else ""
@@ -480,7 +480,8 @@ def cause_in_stderr(stderr: str) -> tuple[str | None, str]:
 
 
 def find_kernel_line(pid: int, *, since_s: float = 0.0) -> tuple[str | None, str | None]:
-    """Return (the kernel's line on the OOM kill of `pid` or None, why the kernel log cannot be read or None).
+    """Return the kernel's line about the OOM kill of `pid`, or None, and the reason why the kernel log cannot be
+    read, or None.
 
     `since_s` is the monotonic start time of the process: pids are reused, so older lines are about another
     process. The kernel log uses the host's pids, so inside a container the host's pid is needed.
@@ -502,8 +503,8 @@ def _read_kernel_log() -> tuple[list[str], str | None]:
 
 
 def _match_kernel_line(lines: Sequence[str], pid: int, since_s: float) -> str | None:
-    """Return the last line that names `pid` as the victim; the line with the constraint is preferred to the one
-    that follows it."""
+    """Return the last line that names `pid` as the victim. The kernel logs two: the line with the constraint is
+    preferred."""
     victim = re.compile(rf"oom-kill:constraint=.*\bpid={pid}\b|\bKilled process {pid} \(")
     match = None
     for line in lines:

@@ -6,29 +6,31 @@ that holds the GIL.
 
 In the supervisor, `Capture` works in two steps, one tick apart, so that the supervisor never waits:
 
-    begin    the first sample of /proc; the signal, if the trainer has a handler for it (otherwise the signal
-             would end it); py-spy with native frames, where it is installed; the flight recorders of ranks
-    finish   the second sample, what was written since, and one file with all of it
+    begin    take the first sample of /proc; send the signal, if the trainer has a handler for it (without one the
+             signal would end it); start py-spy with native frames, if it is installed; request the ranks' flight
+             recorders
+    finish   take the second sample, read what was written since, and write all of it to one file
 
 What the threads are doing is inferred from two samples of /proc, some time apart:
 
     /proc/PID/task/TID/stat      name, state, CPU time
     /proc/PID/task/TID/wchan     the kernel's function that it waits in
 
-By the state alone a deadlock, a slow disk and a quiet poll are all "S". The kernel's function tells them apart:
+The state letter alone does not tell a deadlock, a slow disk and an idle poll apart: all are "S". The kernel function
+does:
 
     T, t                        stopped by a signal, or held by a debugger
-    D                           in the kernel, and not even a kill reaches it: a disk, a network, a driver
+    D                           in the kernel, where not even SIGKILL ends it: a disk, a network, a driver
     R, or more than half a core computing
     S in futex_...              waiting for a lock or for another thread
     S in ..._poll, poll_...     waiting for input
     S in pipe_read, wait_woken  waiting to read: a pipe, a socket
     S in hrtimer_nanosleep      sleeping
 
-Not covered: which lock, and who holds it; the C function that made the call, which needs a debugger.
+Not covered: which lock it is and which thread holds it; the C function that made the call, which needs a debugger.
 
-For a process that this engine did not start (`is_attached`) only /proc and py-spy are used: it gets no signal, whatever
-handlers it has, and py-spy stops it only when its stacks are needed at once.
+For a process that this engine did not start (`is_attached`) only /proc and py-spy are used: it gets no signal,
+whatever handlers it has. py-spy stops the process only if its stacks are needed at once.
 
 What could not be read is listed with the reason. No signal is sent to a stopped process, which takes none
 before it continues, nor to one in an uninterruptible wait.
@@ -72,8 +74,8 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 BUSY_PCT = 50.0
 """CPU use from which a thread counts as computing, in percent of one core."""
 TICKS_FOR_A_SHARE = 5
-"""Smallest interval over which a thread's CPU share is computed, in clock ticks (mostly 10 ms): over less, one tick too
-many would make an idle thread look busy."""
+"""Smallest interval over which a thread's CPU share is computed, in clock ticks (mostly 10 ms): over a shorter
+interval one extra tick would make an idle thread look busy."""
 COMPUTING, STOPPED, UNINTERRUPTIBLE = (
     "computing",
     "stopped by a signal",
@@ -98,10 +100,10 @@ _WAITS = {
     "do_wait": CHILD,
     "wait_for_partner": "waiting to open a file",
 }
-"""State of a thread by what the name of the kernel's function contains, of Linux 5 and 6."""
+"""State of a thread, by a substring of the name of the kernel function that it waits in, for Linux 5 and 6."""
 
 _open_files: list[IO[str]] = []
-"""The handler writes to a file descriptor, so its file must stay open for the life of the process."""
+"""Open stack files: the signal handler writes to their descriptors, so they stay open for the life of the process."""
 
 
 def dump_file(rank: int) -> str:
@@ -149,7 +151,8 @@ def read_dump(text: str, main_id: str | None) -> PythonStacks | None:
 
 
 def own_frame(stack: Sequence[str]) -> str:
-    """Return the innermost frame of the engine, or else of a script: a frame inside a library says less."""
+    """Return the innermost frame in the engine's code, or else in a script's: a frame inside a library is less
+    useful."""
     files = {frame: frame.partition(" in ")[0] for frame in stack}
     engine_frames = (frame for frame, file in files.items() if "/engine/" in file)
     scripts = (
@@ -161,7 +164,7 @@ def own_frame(stack: Sequence[str]) -> str:
 
 
 def takes_signal(pid: int, proc: Path = Path("/proc")) -> bool:
-    """Return whether a process has a handler for the signal; without one the signal would end it."""
+    """Return whether a process has a handler for DUMP_SIGNAL, which would otherwise end it."""
     try:
         status = (proc / str(pid) / "status").read_text(errors="replace")
     except OSError:
@@ -188,9 +191,9 @@ class Thread:
     tid: int
     name: str
     state: str
-    """One of the states in the module's table, in words."""
+    """One of the states in the table of the module docstring."""
     cpu_pct: float | None
-    """CPU use between two samples, in percent; 100 is one core. None where they are too close together."""
+    """CPU use between two samples, in percent; 100 is one core. None if the samples are too close together."""
     kernel: Reading
 
     def line(self) -> str:
@@ -210,7 +213,7 @@ class ProcessSample:
 def sample_threads(
     pid: int, proc: Path = Path("/proc"), clock: Callable[[], float] = time.monotonic
 ) -> ProcessSample:
-    """Read every thread of a process now; empty when there is no such process."""
+    """Sample every thread of a process; empty if the process does not exist."""
     threads: dict[int, ThreadSample] = {}
     try:
         names = sorted(os.listdir(proc / str(pid) / "task"), key=int)
@@ -253,7 +256,7 @@ def _kernel_function(path: Path) -> Reading:
 
 
 def compare(before: ProcessSample, after: ProcessSample) -> list[Thread]:
-    """Return every thread of the second sample, the main thread first, then by CPU use between the two."""
+    """Return every thread of the second sample: the main thread, then the others by CPU use between the samples."""
     passed_s = after.at_s - before.at_s
     long_enough = passed_s >= TICKS_FOR_A_SHARE / os.sysconf("SC_CLK_TCK")
     threads = []
@@ -290,9 +293,9 @@ def _state(sample: ThreadSample, cpu_pct: float | None) -> str:
 
 @dataclass(slots=True)
 class Capture:
-    """One capture of the stacks of `pid`, written to RUN/stacks/`name`.txt. Its own handler writes them to
-    RUN/stacks/`dump_file`; a process that `is_attached` gets no signal. py-spy reads native frames where `native` is
-    set, for which it stops the process briefly; otherwise it reads a running process."""
+    """One capture of the stacks of `pid`, written to RUN/stacks/`name`.txt. The process's signal handler writes its
+    Python stacks to RUN/stacks/`dump_file`; a process that `is_attached` gets no signal. With `native`, py-spy stops
+    the process briefly to read native frames; without, it reads the running process."""
 
     run: Path
     pid: int
@@ -308,7 +311,7 @@ class Capture:
     _py_spy: subprocess.Popen[bytes] | None = None
     _py_spy_file: Path | None = None
     _asked_unix_s: float | None = None
-    """When the ranks' flight recorders were asked."""
+    """Time at which the ranks' flight recorders were requested."""
     _missing: list[str] = field(default_factory=list)
 
     def begin(self) -> None:
@@ -353,7 +356,7 @@ class Capture:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                # A Ctrl-C in the terminal must not end it while the process is stopped for it.
+                # A Ctrl-C in the terminal must not end py-spy while it has the process stopped.
                 start_new_session=True,
             )
 
@@ -362,7 +365,7 @@ class Capture:
         return "Python stacks" if self.is_attached else "native frames"
 
     def is_ready(self, now_s: float) -> bool:
-        """Return whether nothing is left to wait for; a py-spy that takes too long is ended."""
+        """Return whether the capture can be finished; end py-spy if it takes too long."""
         asked_unix_s = self._asked_unix_s
         if (
             asked_unix_s is not None
@@ -382,7 +385,7 @@ class Capture:
         return True
 
     def finish(self) -> StackDump:
-        """Assemble what was found; works also when the process has ended meanwhile."""
+        """Write the file of the capture and return its summary; works also if the process has ended meanwhile."""
         before = self._before or sample_threads(self.pid, self.proc)
         threads = compare(before, sample_threads(self.pid, self.proc))
         dump, stacks = ("", None) if self.is_attached else self._python_stacks()

@@ -30,4 +30,4 @@ def rules_of(*families: ModuleType) -> tuple[Rule, ...]:
 
 
 RULES = rules_of(stall, gpu, memory, pace, loss, curves, update, written)
-"""All rules, in the order in which they are listed."""
+"""All rules, in the order of `engine diagnose --list`."""

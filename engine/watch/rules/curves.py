@@ -17,17 +17,17 @@ from engine.watch.rules.loss import rate_and_norm
 from engine.watch.rules.rule import CannotJudge, Case, Symptom, mean, median, rule, sigma
 
 ROWS = 60
-"""Fewest rows of a curve that is judged."""
+"""Minimum number of rows of a curve that is judged."""
 PARTS = 40
-"""Number of windows whose medians smooth a loss."""
+"""Number of windows into which a loss is divided; the medians of the windows are its smoothed curve."""
 LEARNT = 0.3
-"""Share of its first level by which a loss must have fallen before it can diverge."""
+"""Minimum fall of a loss before it can count as diverged, as a share of its first level."""
 LOST = 0.5
-"""Share of what was learnt that a divergence loses."""
+"""Minimum rise of a diverged loss, as a share of its fall before."""
 SIGMAS = 6.0
 """Minimum rise of a diverged loss, in robust standard deviations of the losses just before it."""
 RECOVERY = 0.05
-"""Share by which the loss falls after its rise if it learns again, 0 to 1."""
+"""Fall of the loss after its rise from which the training counts as recovered, as a share of the loss."""
 VOCABULARIES = (
     1000,
     30522,
@@ -43,28 +43,30 @@ VOCABULARIES = (
     256000,
     262144,
 )
-"""Sizes of common vocabularies, for logs that do not say theirs."""
+"""Sizes of common vocabularies, for logs without a vocabulary size."""
 NEAR, FLAT = 0.01, 0.01
-"""Distance of a flat loss from ln V, and its range from lowest to highest level, as shares of the loss."""
+"""Maximum distance of a flat loss from ln V, and maximum range of its levels, both as shares of the loss."""
 DEAD_RATE, DEAD_SHARE, DEAD_ROWS = 1e-6, 0.2, 20
-"""Learning rate as a share of its peak, share of the rows, and minimum number of rows, that make a rate dead."""
+"""Limits of a dead learning rate: its share of the peak, the share of the rows with it, and their minimum number."""
 BELOW, BELOW_NATS, BELOW_EVALS = 1 / 3, 0.3, 3
-"""Ratio of the held-out to the training loss, difference of the two, and minimum number of evaluations."""
+"""Limits of a held-out loss that is too low: its ratio to the training loss, its distance below it in nats, and the
+number of evaluations."""
 GROWS, GROWS_POINTS, GROWS_EVENLY = 0.15, 20, 0.5
-"""Growth of memory as a share, its minimum number of readings, and the growth of the slowest quarter relative to the
-mean quarter."""
+"""Limits of growing memory: its growth as a share, the number of readings, and the smallest growth between quarters
+of the run relative to the mean growth."""
 SLOW_TIMES, SLOW_LEAST, SLOW_SHARE, SLOW_REGULAR = 3.0, 5, 0.15, 0.8
-"""Ratio of a slow step to the median, minimum number of slow steps, share of the time that they lose, and share of them
-at one interval."""
+"""Limits of slow steps: the ratio of their time to the median, their number, the share of the total time that they
+lose, and the share of them that come at one interval."""
 SLOW_PART = 0.25
 """Minimum time that a slow step loses, as a share of the time that the slowest steps lose: a step of a few milliseconds
 is often some milliseconds late."""
 GAP_S, GAP_TIMES, GAP_OTHERS = 300.0, 30.0, 3.0
-"""Shortest gap in seconds; its ratio to the median time of a step, and to the second longest gap."""
+"""Limits of a gap: its seconds, its ratio to the median step time, and its ratio to the second longest gap."""
 
 
 def _rows_of_whole_log(case: Case, least: int = ROWS) -> range:
-    """Return all rows of an imported log that was read to its end. Raises CannotJudge for any other."""
+    """Return all rows of an imported log. Raises CannotJudge if the log is not imported or not read to its end.
+    --"""
     if case.view.imported is None:
         raise CannotJudge("only an imported log is judged")
     if not case.is_over:
@@ -79,7 +81,7 @@ def _rows_of_whole_log(case: Case, least: int = ROWS) -> range:
 )
 def loss_diverged(case: Case) -> Symptom | None:
     rows = _rows_of_whole_log(case)
-    case.must_be_meant_to_fall()
+    case.require_loss_should_fall()
     pairs = case.pairs("loss", "step", rows)
     losses = [loss for loss, _ in pairs]
     if len(losses) < ROWS or min(losses) <= 0:
@@ -112,7 +114,7 @@ def loss_diverged(case: Case) -> Symptom | None:
         replace(case.span(rows), first_step=step),
         meaning="an update destroyed what was learnt: a learning rate too high for this stage, a bad batch, or low "
         "precision",
-        **case.lower_rate(3),
+        **case.lower_learning_rate(3),
     )
 
 
@@ -157,9 +159,15 @@ def rate_is_dead(case: Case) -> Symptom | None:
     step = int(dead[-1][1])
     return Symptom(
         f"the learning rate is {dead[0][0]:.3g} from step {step} on",
-        [("steps with a rate of about 0", len(dead), f"of {len(pairs)}; its peak was {peak:.4g}")],
+        [
+            (
+                "steps with a learning rate of about 0",
+                len(dead),
+                f"of {len(pairs)}; its peak was {peak:.4g}",
+            )
+        ],
         replace(case.span(rows), first_step=step),
-        meaning="nothing is trained any more: the schedule ends before the run, or is not counted in optimizer steps",
+        meaning="nothing is trained any more: the schedule ends before the run does, or does not count optimizer steps",
         no_flip="give the scheduler the number of optimizer steps of the whole run, and step it once in each",
     )
 
@@ -171,7 +179,7 @@ def rate_is_dead(case: Case) -> Symptom | None:
 )
 def heldout_below_training(case: Case) -> Symptom | None:
     pairs = case.pairs("loss", "step", rows := _rows_of_whole_log(case, 20))
-    case.must_be_meant_to_fall()
+    case.require_loss_should_fall()
     evals = [
         e
         for e in case.view.evals
@@ -192,8 +200,9 @@ def heldout_below_training(case: Case) -> Symptom | None:
         f"the held-out loss is {loss:.3g}, 1/{training / loss:.0f} of the training loss",
         [("held-out loss", loss, f"training loss {training:.4g}")],
         replace(case.span(rows), first_step=below[-1][2]),
-        meaning="the two are not the same quantity: a sum over micro-batches compared with a mean, other labels or "
-        "masks, or training text in the held-out set",
+        meaning="the two losses are computed differently (a sum over micro-batches and a mean, different labels or "
+        "masks), or "
+        "the held-out set contains training text",
         no_flip="evaluate a training batch with the evaluation code: its loss must agree with the training loss",
     )
 
@@ -236,7 +245,8 @@ def logged_memory_grows(case: Case) -> Symptom | None:
 
 
 def _seconds_of_half(lost_s: list[float]) -> float:
-    """Return the seconds of the step at which, from the largest on, half of all lost time is reached; 0 for none."""
+    """Return the lost seconds of the step at which the sum over steps, the largest first, reaches half of all lost
+    time; 0 without lost time."""
     total = sum(lost_s)
     ordered = sorted(lost_s, reverse=True)
     sums = itertools.accumulate(ordered)
@@ -248,7 +258,7 @@ def _seconds_of_half(lost_s: list[float]) -> float:
 def _slow_stretches(
     pairs: Sequence[tuple[float, float]], over_s: float
 ) -> Iterator[list[tuple[float, float]]]:
-    """Yield each stretch of neighbouring steps that took longer than `over_s`, as seconds and step of each."""
+    """Yield each run of consecutive steps that all took longer than `over_s`, as (seconds, step) pairs."""
     for is_slow, group in itertools.groupby(pairs, lambda pair: pair[0] > over_s):
         if is_slow:
             yield list(group)
@@ -257,7 +267,7 @@ def _slow_stretches(
 @rule(
     reads=("step_s",),
     threshold=f"{SLOW_LEAST} steps or more of {SLOW_TIMES:g} times the median take {SLOW_SHARE:.0%} of the time: "
-    f"{SLOW_REGULAR:.0%} at one distance, and no evaluation explains them, or half in a stretch that ended",
+    f"{SLOW_REGULAR:.0%} at one interval that no evaluation explains, or half in one period that ended",
 )
 def slow_steps_recur(case: Case) -> Symptom | None:
     pairs = case.pairs("step_s", "step", rows := _rows_of_whole_log(case))[1:]
@@ -276,7 +286,7 @@ def slow_steps_recur(case: Case) -> Symptom | None:
     period, count = gaps.most_common(1)[0]
     took = median([seconds for seconds, _ in slow])
     if period <= case.view.steps.spacing("step_s", "step"):
-        # Neighbours in the log, whatever its interval is; a stretch that lasts to the end is a drift.
+        # Consecutive rows of the log, whatever its logging interval; a slow period that lasts to the end is a drift.
         stretch = max(_slow_stretches(pairs, SLOW_TIMES * usual_s), key=len)
         if 2 * len(stretch) < len(slow) or stretch[-1] == pairs[-1]:
             return None
@@ -305,7 +315,7 @@ def slow_steps_recur(case: Case) -> Symptom | None:
             ("seconds lost", lost_s, "in all of them"),
         ],
         replace(case.span(rows), first_step=slow[0][1]),
-        meaning="something happens at that interval: a checkpoint, a blocking log write, a restarted DataLoader",
+        meaning="something slow runs at that interval: a checkpoint, a blocking log write, a restarted DataLoader",
         no_flip=f"look for what the script does every {period} steps, and do it less often or in another thread",
     )
 

@@ -9,27 +9,29 @@ from engine.units import format_seconds
 from engine.watch.rules.rule import CannotJudge, Case, Symptom, mean, rule
 
 WINDOW_S = 30.0
-"""Window of the readings in seconds: long enough to bridge the gap between two steps and a small evaluation,
-short enough to report within a minute."""
+"""Window of the readings in seconds: long enough to cover the gap between two steps and a small evaluation, short
+enough to report within a minute."""
 READINGS = 10
-"""Minimum number of readings, of 30 at 1 Hz: the sampler may have halved its rate once or lost some."""
+"""Minimum number of readings in the window, which has 30 at 1 Hz: the sampler may have halved its rate or missed
+some."""
 IDLE_PCT = 5.0
-"""Utilisation up to which a GPU is idle, in percent; one that waits for data between steps shows tens of percent."""
+"""Utilisation up to which a GPU is idle, in percent; a GPU that waits for data between steps shows tens of
+percent."""
 SLOWED_SHARE = 0.2
 """Share of the readings with throttled clocks, 0 to 1, that raises the alert."""
 SLOWED_WINDOW_S = 60.0
 CPU_PCT = 80.0
-"""Share of one core that a host must use at least to be the bottleneck."""
+"""Minimum CPU use of a trainer that is the bottleneck, in percent of one core."""
 TEACHER_SHARE = 0.5
 """Share of the step time in the teacher, 0 to 1, from which the teacher is the bottleneck."""
 TEACHER_STEPS = 3
 
 
-def _must_be_computing(case: Case) -> None:
-    case.must_go_on()
+def _require_computing(case: Case) -> None:
+    case.require_running()
     if not case.is_computing:
         raise CannotJudge(f"no model is computing: {case.phase}")
-    # Readings from before the phase began say nothing about it.
+    # Readings from before the phase began do not describe it.
     begun = max(case.view.started_unix_s or 0.0, case.view.phase_unix_s or 0.0)
     if case.now_unix_s - begun < WINDOW_S:
         raise CannotJudge(f"needs {WINDOW_S:.0f} s of work")
@@ -41,7 +43,7 @@ def _must_be_computing(case: Case) -> None:
 )
 def gpu_idle(case: Case) -> Symptom | None:
     gpu = case.gpu
-    _must_be_computing(case)
+    _require_computing(case)
     util = mean(case.gpu_readings("gpu_util_pct", WINDOW_S, at_least=READINGS))
     if util > IDLE_PCT:
         return None
@@ -69,7 +71,7 @@ def gpu_idle(case: Case) -> Symptom | None:
 )
 def cpu_bound_teacher(case: Case) -> Symptom | None:
     gpu = case.gpu
-    _must_be_computing(case)
+    _require_computing(case)
     util = mean(case.gpu_readings("gpu_util_pct", WINDOW_S, at_least=READINGS))
     cpu = mean(case.host_readings("trainer_cpu_pct", WINDOW_S, at_least=READINGS))
     evidence, in_teacher = _time_in_teacher(case)
@@ -90,13 +92,13 @@ def cpu_bound_teacher(case: Case) -> Symptom | None:
         case.recent(WINDOW_S),
         meaning=f"the operators of the teacher's backend ({backend}) run on the host, whatever its name says{stacks}",
         flip=flip,
-        no_flip="this backend is the reference itself; the stacks show the line",
+        no_flip="this backend is the reference, with no other to try; the stacks show the line",
     )
 
 
 def _time_in_teacher(case: Case) -> tuple[tuple[str, float, str], bool]:
-    """Return a number about the host's time in the teacher, and whether the teacher takes most of it: by the steps,
-    or by a stack dump before the first steps."""
+    """Return evidence of the host's time in the teacher, and whether the teacher takes most of the time. The evidence
+    is the time of the steps, or a stack dump before the first steps."""
     view = case.view
     if len(view.steps) - view.session_row >= TEACHER_STEPS:
         rows = case.steps(20, at_least=TEACHER_STEPS)
@@ -119,7 +121,7 @@ def _time_in_teacher(case: Case) -> tuple[tuple[str, float, str], bool]:
 )
 def throttled(case: Case) -> Symptom | None:
     gpu = case.gpu
-    case.must_go_on()
+    case.require_running()
     slowed = case.gpu_readings("slowed", SLOWED_WINDOW_S, at_least=2 * READINGS)
     share = mean(slowed)
     if share < SLOWED_SHARE:
@@ -134,7 +136,7 @@ def throttled(case: Case) -> Symptom | None:
             *((n, v, h) for n, v, h in heat if v is not None),
         ],
         case.recent(SLOWED_WINDOW_S),
-        meaning="heat or the power supply limits the GPU: times measured now do not compare with others",
+        meaning="heat or the power supply limits the GPU: times measured now cannot be compared with earlier ones",
         no_flip="the cause is outside the run: cooling, power supply, or a limit that was set",
     )
 

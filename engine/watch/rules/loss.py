@@ -1,4 +1,5 @@
-"""Compare the loss with that of guessing, ln V, and with its own course: rises, spikes, held-out losses that rise."""
+"""Rules about the loss: compared with that of guessing, ln V, and with its earlier values (rises, spikes, a rising
+held-out loss)."""
 
 from __future__ import annotations
 
@@ -26,59 +27,65 @@ NON_FINITE_STEPS = 3
 """Number of consecutive non-finite losses of a watched script that raise the alert."""
 GUESSING_STEPS = 50
 GUESSING_FROM = 100
-"""Steps after which a student trained from scratch must be better than guessing; it takes a few tens."""
+"""Steps after which a student trained from scratch must be better than guessing; a few tens are normal."""
 STAYS_FROM = 500
 """Steps after which a loss near ln V is judged: a warm-up may keep it there before."""
 STAYS_NEAR = 0.03
-"""Relative distance below ln V within which a loss counts as near it."""
+"""Relative distance below ln V within which a loss counts as near ln V."""
 STAYS_VOCABULARY = 32
 """Smallest number of classes that is judged; with fewer, a loss near ln V may be the best possible."""
 CONSTANT_STEPS, CONSTANT, ZERO_LOSS = 50, 2e-6, 1e-5
-"""Minimum number of losses; share of the first by which rounding lets them differ; loss up to which it counts as 0."""
+"""Minimum number of losses; their maximum difference by rounding, as a share of the first loss; loss up to which it
+counts as 0."""
 RISE_FROM, RISE_ROWS = 100, 30
 """Steps since the start, and logged steps, from which a rise is not the transient of a warm-up."""
 RISE_FIRST, RISE_NEWEST = 5, 50
 """Number of first and of newest steps whose median losses are compared."""
 RISE_TIMES = 1.2
-"""Ratio to the level of the first steps."""
+"""Minimum ratio of a risen loss to the level of the first steps."""
 RISE_SIGMAS = 3.0
-"""Distance of a cross entropy above the very first loss, in robust sigmas of the newest steps."""
+"""Minimum distance of a risen cross entropy above the first step's, in robust sigmas of the newest steps."""
 RISE_SIGMAS_UNKNOWN, RISE_SIGMAS_OF_LOG = 4.0, 6.0
-"""Distance of a loss of unknown kind above the first ones, in robust sigmas of the newest losses, or of their
-logarithms; the lower of the two limits counts."""
+"""Minimum distance of a risen loss of unknown kind above the first losses, in robust sigmas of the newest losses and
+of their logarithms; the lower of the two limits counts."""
 RISE_BELOW = 25
-"""One of so many steps may be below the limit, because a noisy loss is sometimes lower."""
+"""Number of steps of which one may be below the first loss, because a noisy loss is sometimes lower."""
 RISE_WITHIN = 10
-"""Logged steps within which a loss of unknown kind must have risen; later, a curriculum may have become harder."""
+"""Logged steps within which a loss of unknown kind must have risen; a later rise may be a harder stage of a
+curriculum."""
 RISE_SLOWS = 1.65
-"""Ratio of that rise to the rise in the next 2 * RISE_WITHIN steps: an annealed term continues to rise."""
+"""Minimum ratio of the rise in the first RISE_WITHIN steps to the rise in the next 2 * RISE_WITHIN: the loss of an
+annealed term continues to rise."""
 RISE_LUCK = 2.0
-"""Robust sigmas by which one lucky first batch may be below the true level."""
+"""Distance that the loss of a lucky first batch may be below the true level, in robust sigmas."""
 RISE_RETURNS = 0.25
-"""Share of the rise by which the loss falls between the last two windows if it recovers."""
+"""Fall of the loss between the last two windows from which it counts as recovering, as a share of its rise."""
 RISE_FAR = 3.0
-"""Ratio of the lowest loss after an explosion to the first one from which the scatter is ignored."""
+"""Ratio of the lowest loss after an explosion to the first loss from which the scatter is ignored."""
 RISE_EXPLODES, RISE_EXPLODES_ROWS = 10.0, 3
-"""Ratio of the losses of an explosion to the first one and to those of the end, and their minimum number in the first
-RISE_WITHIN steps: one bad batch is no explosion. A loss that stays above the first one after it has learnt nothing."""
+"""Minimum ratio of the losses of an explosion to the first loss and to the newest losses, and minimum number of such
+losses in the first RISE_WITHIN steps: one bad batch is no explosion. If the loss then stays above the first loss,
+nothing was learnt."""
 DESTROYED = (
     "the first updates destroyed the initial weights: most often the learning rate is far too large"
 )
 """Meaning of a loss that rose in the first steps."""
 SPIKE_BEFORE, SPIKE_WINDOW = 50, 100
 SPIKE_SIGMAS, SPIKE_RATIO = 8.0, 1.5
-"""Height of a spike in sigmas and as a ratio. Sigmas alone flag a ripple on a smooth curve, a ratio a noisy batch."""
+"""Minimum height of a spike, in sigmas and as a ratio. Sigmas alone would flag a ripple on a smooth curve, and a
+ratio alone a noisy batch."""
 SPIKE_TRIED, SPIKE_PEAKS, SPIKE_BACK, SPIKE_AFTER = 20, 3, 30, 5
 """Number of high losses of a log that are examined; maximum number of peaks near a spike with a third of its height;
 steps within which it must be over; minimum number of steps after it."""
 SPIKE_SIGMAS_OF_LOG = 5.0
 """Height of a spike of an imported log in robust sigmas of the logarithm."""
 SINCE_ROWS = 2000
-"""Number of steps before a window in which the first wrong step is searched."""
+"""Number of steps before a window that are searched for the first wrong step."""
 HELDOUT_LEAST = 4
 HELDOUT_WORSE_NATS = 0.05
 HELDOUT_SIGMAS = 3.0
-"""Minimum distance above the best, in robust sigmas of the change between two evaluations."""
+"""Minimum distance of a diverging held-out loss above its best, in robust sigmas of the change between two
+evaluations."""
 HELDOUT_NOISE = 8
 """Number of evaluations from which their noise is estimated."""
 HELDOUT_IN_A_ROW = 3
@@ -108,12 +115,13 @@ def non_finite(case: Case) -> Symptom | None:
         case.span(rows),
         meaning="the weights or a batch gave NaN or infinity; everything after it is suspect",
         part=first.id,
-        **case.lower_rate(10),
+        **case.lower_learning_rate(10),
     )
 
 
 def _non_finite_losses(case: Case) -> Symptom | None:
-    """Judge a watched script by its losses. A single loss may be infinite in a step that the gradient scaler skips."""
+    """Judge a watched script by its newest losses. A single infinite loss may be a step that the gradient scaler
+    skips."""
     rows = case.steps(NON_FINITE_STEPS, at_least=1)
     losses = case.view.steps.values("loss", rows.start, rows.stop)
     known = [loss for loss in losses if loss is not None]
@@ -125,7 +133,7 @@ def _non_finite_losses(case: Case) -> Symptom | None:
         begin -= 1
     meaning, remedy = (
         "the loss is not finite; whether the weights are is unknown",
-        case.lower_rate(10),
+        case.lower_learning_rate(10),
     )
     levels = {i.level for i in case.view.identities if i.id == "finite_weights"}
     if FAIL in levels:
@@ -167,7 +175,7 @@ def loss_not_below_guessing(case: Case) -> Symptom | None:
         [("ce, mean", ce, f"ln V = {ceiling:.4f}")],
         _since(case, case.cross_entropy, rows, ceiling, GUESSING_STEPS),
         meaning="the student is worse than uniform guessing: a wrong forward pass, wrong labels, or a diverged run",
-        **case.lower_rate(10),
+        **case.lower_learning_rate(10),
     )
 
 
@@ -185,7 +193,7 @@ def loss_stays_at_guessing(case: Case) -> Symptom | None:
         raise CannotJudge(f"needs {STAYS_FROM} steps since the start of the run")
     name, low = case.cross_entropy, (1 - STAYS_NEAR) * ceiling
     ce = mean(case.column(name, rows))
-    # At ln V or above `loss_not_below_guessing` applies; a loss that was lower half-way did learn something.
+    # At ln V or above `loss_not_below_guessing` applies; if the loss was lower half-way, something was learnt.
     half_way = range(rows.start // 2, rows.start // 2 + GUESSING_STEPS)
     if not low <= ce < ceiling or mean(case.column(name, half_way)) < low:
         return None
@@ -195,7 +203,7 @@ def loss_stays_at_guessing(case: Case) -> Symptom | None:
         case.span(rows),
         meaning="nothing is learnt: a learning rate far too large or too small, or labels that do not depend on the "
         "inputs",
-        **case.lower_rate(100),
+        **case.lower_learning_rate(100),
     )
 
 
@@ -205,7 +213,7 @@ def loss_stays_at_guessing(case: Case) -> Symptom | None:
 )
 def loss_is_constant(case: Case) -> Symptom | None:
     rows = case.steps(len(case.view.steps), at_least=CONSTANT_STEPS, session=False)
-    # A loss of 0 may be meant, as that of GRPO is.
+    # A loss of 0 may be intended, as in GRPO.
     first = case.column("loss", rows[:1])[0]
     if abs(first) < ZERO_LOSS:
         raise CannotJudge("the first loss is 0")
@@ -238,7 +246,7 @@ def loss_rose_for_good(case: Case) -> Symptom | None:
         raise CannotJudge("the first steps of the run are not in its log")
     is_known = _is_cross_entropy(case)
     if not is_known:
-        case.must_be_meant_to_fall()
+        case.require_loss_should_fall()
     rows = all_rows[-min(RISE_NEWEST, len(all_rows) // 2) :]
     newest, start = case.column("loss", rows), case.column("loss", all_rows[:RISE_FIRST])
     now, lowest = median(newest), sorted(newest)[len(newest) // RISE_BELOW]
@@ -259,7 +267,7 @@ def loss_rose_for_good(case: Case) -> Symptom | None:
             ],
             replace(case.span(all_rows), first_step=step),
             meaning=DESTROYED,
-            **case.lower_rate(100),
+            **case.lower_learning_rate(100),
         )
     if now < RISE_TIMES * min(level, first_loss):
         return None
@@ -292,13 +300,13 @@ def loss_rose_for_good(case: Case) -> Symptom | None:
         ],
         _since(case, "loss", rows, first, RISE_WITHIN),
         meaning=DESTROYED,
-        **case.lower_rate(100),
+        **case.lower_learning_rate(100),
     )
 
 
 def _exploded(losses: Sequence[tuple[float, float]], now: float) -> tuple[float, int] | None:
-    """Return the peak of an explosion in the first steps, and its first step; None if there was none, or if `now`, the
-    present loss, is below the first."""
+    """Return the peak of an explosion in the first steps, and its first step. None if there was no explosion, or if
+    `now`, the present loss, is below the first loss."""
     first = losses[0][0]
     high = [(loss, step) for loss, step in losses if loss >= RISE_EXPLODES * max(first, now)]
     if not 0 < first <= now or len(high) < RISE_EXPLODES_ROWS:
@@ -307,7 +315,8 @@ def _exploded(losses: Sequence[tuple[float, float]], now: float) -> tuple[float,
 
 
 def _since(case: Case, name: str, rows: range, limit: float, window: int) -> Span:
-    """Return the span of the rows, extended back over each window whose mean loss is not below the limit."""
+    """Return the span of the rows, extended back over each earlier window whose mean loss is at or above the
+    limit."""
     begin = rows.start
     for stop in range(begin, max(0, begin - SINCE_ROWS), -window):
         before = case.view.steps.values(name, max(0, stop - window), stop)
@@ -324,8 +333,9 @@ def _scatter(newest: Sequence[float], rest: Sequence[float]) -> float:
 
 
 def _rose_at_once(losses: list[float], first: float, newest: list[float]) -> bool:
-    """Return whether a loss of unknown kind rose from `first` within its first steps by more than its scatter, and has
-    stayed up since, as after a step that was far too large. False for a loss that may be negative: it has no ratios."""
+    """Return whether a loss of unknown kind rose from `first` within its first steps by more than its scatter, and
+    has stayed high since, as after an update that was far too large. False if a loss is 0 or negative, because ratios
+    are compared."""
     if min(losses) <= 0:
         return False
     rest, window = losses[RISE_WITHIN:], len(newest)
@@ -337,9 +347,9 @@ def _rose_at_once(losses: list[float], first: float, newest: list[float]) -> boo
     scatter = min(
         first + RISE_SIGMAS_UNKNOWN * spread, first * math.exp(RISE_SIGMAS_OF_LOG * sigma_of_log)
     )
-    # `first` may be one lucky batch.
+    # `first` may be the loss of a lucky batch.
     at_once = reached - first - RISE_LUCK * min(spread, first)
-    # It exploded, and even its lowest loss since then is far above the start.
+    # The loss exploded, and even its lowest value since then is far above the start.
     if max(losses[:RISE_WITHIN]) > now and min(rest) >= RISE_FAR * first:
         return True
     return (
@@ -369,7 +379,7 @@ def teacher_off_text(case: Case) -> Symptom | None:
     if check is None or len(values) < len(names):
         raise CannotJudge("teacher_knows_text has no numbers in this session")
     ce, frequencies, ln_v = values
-    # If it is a failure, the check reports it itself.
+    # If the result is a failure, the check reports it.
     if check.level != "unknown" or not ce >= frequencies:
         return None
     return Symptom(
@@ -401,7 +411,7 @@ def loss_spike(case: Case) -> Symptom | None:
         raise CannotJudge(f"needs {SPIKE_BEFORE + 1} finite losses")
     spikes: list[tuple[float, int, float]] = []
     for index in range(SPIKE_BEFORE, len(losses)):
-        # The median of the steps before moves little: computing it every ten steps is enough, and cheap.
+        # The median of the preceding steps changes little, so it is computed only every ten steps.
         if (index - SPIKE_BEFORE) % 10 == 0:
             before = losses[index - SPIKE_BEFORE : index]
             level = median(before)
@@ -431,13 +441,14 @@ def loss_spike(case: Case) -> Symptom | None:
         ],
         replace(case.span(rows), first_step=step),
         meaning=f"a batch unlike the others{shown}, a learning rate too high, or a hardware error",
-        **case.lower_rate(2),
+        **case.lower_learning_rate(2),
     )
 
 
 def _is_spike(case: Case, rows: range, losses: list[float], index: int) -> bool:
-    """Return whether a high loss of a log is a spike: over soon, and not one of many in a noisy curve, a harder stage
-    of a curriculum, or a warm restart (the rate was raised, or the loss had risen twice before at that interval)."""
+    """Return whether a high loss of a log is a spike: it is over soon, and it is not one of many in a noisy curve, a
+    harder stage of a curriculum, or a warm restart (the learning rate was raised, or the loss had risen twice before
+    at that interval)."""
     near = losses[max(0, index - SPIKE_WINDOW) : index + SPIKE_WINDOW]
     before = losses[index - SPIKE_BEFORE : index]
     level, height = median(before), losses[index] - median(before)
@@ -467,7 +478,7 @@ def _is_spike(case: Case, rows: range, losses: list[float], index: int) -> bool:
 
 
 def rate_and_norm(case: Case, rows: range, before: int) -> list[Number]:
-    """Return the learning rate and the gradient norm before a row, each with its median until then."""
+    """Return the learning rate and the gradient norm before a row, each with the median of its earlier values."""
     numbers: list[Number] = []
     for name in ("lr", "grad_norm"):
         finite = case.view.steps.finite(name, rows.start, rows.start + before)
@@ -491,7 +502,7 @@ def heldout_diverging(case: Case) -> Symptom | None:
     losses = [e.loss for e in evals if e.loss is not None]
     best = min(range(len(losses)), key=losses.__getitem__)
     since = losses[best + 1 :]
-    # A small set is noisy: from one evaluation to the next its loss changes by chance.
+    # The loss of a small held-out set is noisy: it changes by chance from one evaluation to the next.
     changes = [right - left for left, right in itertools.pairwise(losses)]
     noise = HELDOUT_SIGMAS * sigma(changes) if len(losses) >= HELDOUT_NOISE else 0.0
     limit = losses[best] + max(HELDOUT_WORSE_NATS, noise)
@@ -518,7 +529,7 @@ def heldout_diverging(case: Case) -> Symptom | None:
 
 
 def _train_ce(case: Case, step: int) -> float:
-    """Return the cross entropy of the twenty steps up to `step`."""
+    """Return the mean cross entropy of the twenty steps up to `step`."""
     steps = case.view.steps
     row = steps.find("step", step + 1)
     if not row:

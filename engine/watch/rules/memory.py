@@ -1,11 +1,11 @@
-"""Rules about memory: its growth and who causes it, and memory pressure.
+"""Rules about memory: its growth and the cause of it, and memory pressure.
 
     held       bytes of tensors, as torch counts them
     reserved   what the allocator has reserved on the device; reserved - held is fragmentation and cache
     used       what all processes use on the device
 
-When several of these three grow, the innermost is the cause: a leaked tensor makes all three grow,
-fragmentation the last two, another process only the last.
+When several of the three grow, the first of them is the cause: a leaked tensor makes all three grow, fragmentation
+`reserved` and `used`, another process only `used`.
 """
 
 from __future__ import annotations
@@ -19,22 +19,25 @@ from engine.watch.rules.rule import CannotJudge, Case, Number, Symptom, mean, me
 
 TREND_WINDOW_S = 600.0
 TREND_READINGS = 120
-"""Readings needed for a trend; they take two minutes. The allocator's caching in the first steps is not a trend."""
+"""Number of readings needed for a trend, which take two minutes: the allocator's caching in the first steps is not a
+trend."""
 TREND_STEPS = 20
 GROWTH_SHARE = 0.02
-"""Growth within the window as a share of the total; less is the noise of other processes."""
+"""Minimum growth within the window, as a share of the total; a smaller one is the noise of other processes."""
 HORIZON_S = 3600.0
-"""Time within which memory must run out, at the rate of the window, for an alert, in seconds."""
+"""Horizon of the short window in seconds: an alert is raised if memory runs out within it at the growth rate of the
+window."""
 LONG_WINDOW_S = 3 * TREND_WINDOW_S
-"""Length of a session in seconds from which all of it except the first tenth is judged too: slow leaks take hours."""
+"""Length of a session in seconds from which a long window, the session without its first tenth, is also judged: slow
+leaks take hours."""
 LONG_READINGS = 120
-"""Number of means in the long window, so that judging a run of days costs no more than one of an hour."""
+"""Number of means that replace the readings of the long window, so that its cost does not grow with the run."""
 UNKNOWN_END_S = 86400.0
 """Horizon of the long window in seconds if the run's last step is unknown."""
 PRESSURE_PCT = 10.0
 PRESSURE_WINDOW_S = 30.0
 _INNER_SHARE = 0.5
-"""Share of a growth, 0 to 1, that an inner number must explain to be its cause."""
+"""Share of a growth, 0 to 1, that an inner number (`held`, `reserved`) must explain to be its cause."""
 
 
 @rule(
@@ -45,8 +48,8 @@ _INNER_SHARE = 0.5
     f"first tenth, and memory is full before the run's last step",
 )
 def memory_ceiling(case: Case) -> Symptom | None:
-    """Judge the memory of the GPU if it has counters, torch's reserved memory, and the memory of the host."""
-    case.must_go_on()
+    """Judge three memories: the GPU's, if it has counters; torch's reserved memory; and the host's."""
+    case.require_running()
     case.steps(TREND_STEPS, at_least=TREND_STEPS)
     reasons = []
     pools = (_gpu_pool, _allocator_pool, _host_pool)
@@ -59,8 +62,8 @@ def memory_ceiling(case: Case) -> Symptom | None:
             continue
         if pool is _host_pool and _is_taken_by_others(window, used):
             continue
-        owner = _LEAK if pool is _host_pool else _owner(window, used)
-        if (symptom := _trend(window, name, used, total, owner)) is not None:
+        cause = _LEAK if pool is _host_pool else _cause_of(window, used)
+        if (symptom := _trend(window, name, used, total, cause)) is not None:
             return symptom
     if len(reasons) == len(windows) * len(pools):
         raise CannotJudge("; ".join(dict.fromkeys(reasons)))
@@ -133,8 +136,8 @@ def _gpu_pool(window: _Window) -> tuple[str, list[float], float]:
 
 
 def _allocator_pool(window: _Window) -> tuple[str, list[float], float]:
-    """Return torch's reserved memory and what the memory plan allows it: all that is known of a GPU without counters,
-    such as one that shares the host's memory."""
+    """Return torch's reserved memory and the limit of the memory plan. Nothing else is known of a GPU without
+    counters, such as one that shares the host's memory."""
     reserved = window.host("memory_reserved_bytes")
     plan = window.case.view.memory_plan
     if plan is None or not plan.available_bytes:
@@ -152,8 +155,8 @@ def _host_pool(window: _Window) -> tuple[str, list[float], float]:
 
 
 def _is_taken_by_others(window: _Window, used: list[float]) -> bool:
-    """Return whether another process fills the host's memory. False when that is not known, because the trainer's
-    resident size does not cover all its memory: CUDA allocations in shared memory, or several ranks."""
+    """Return whether another process fills the host's memory. False if that is not known because the trainer's
+    resident size leaves out some of its memory: CUDA allocations in shared memory, or other ranks."""
     case = window.case
     if case.settings is not None and case.settings.compute.gpus > 1:
         return False
@@ -173,25 +176,25 @@ def _is_taken_by_others(window: _Window, used: list[float]) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Owner:
-    """Who uses the growing memory, in words."""
+class _Cause:
+    """The cause of growing memory, in words."""
 
     meaning: str
     no_flip: str
     numbers: tuple[Number, ...] = ()
 
 
-_LEAK = _Owner(
+_LEAK = _Cause(
     meaning="something is kept from step to step: a graph, a list of tensors, an unbounded cache",
     no_flip="a leak is in the code: compare the memory snapshots of two steps",
 )
-_FRAGMENTS = _Owner(
-    meaning="tensors do not account for it: the allocator's memory is fragmented, as rows or chunks of changing sizes "
-    "cause it",
+_FRAGMENTS = _Cause(
+    meaning="tensors do not account for it: the allocator's memory is fragmented, as happens with tensors of changing "
+    "sizes",
     no_flip="start the run with PYTORCH_ALLOC_CONF=expandable_segments:True in its environment; the engine's trainer "
     "sets it unless the variable is set already",
 )
-_OTHERS = _Owner(
+_OTHERS = _Cause(
     meaning="it is not in torch's allocator: a library's workspace, or another process on this GPU",
     no_flip="no setting changes this: check which processes use the GPU (nvidia-smi)",
 )
@@ -203,19 +206,19 @@ def _growth(values: list[float]) -> float:
     return median(values[2 * third :]) - median(values[:third])
 
 
-def _owner(window: _Window, used: list[float]) -> _Owner:
-    """Return who caused the growth of `used`; a leak when the allocator has no counts."""
+def _cause_of(window: _Window, used: list[float]) -> _Cause:
+    """Return the cause of the growth of `used`; a leak if the allocator's numbers are not logged."""
     try:
         held, reserved = map(window.host, ("memory_held_bytes", "memory_reserved_bytes"))
     except CannotJudge:
         return _LEAK
     held_growth, reserved_growth, used_growth = _growth(held), _growth(reserved), _growth(used)
     if held_growth >= _INNER_SHARE * used_growth:
-        owner = _LEAK
+        cause = _LEAK
     elif reserved_growth >= _INNER_SHARE * used_growth:
-        owner = _FRAGMENTS
+        cause = _FRAGMENTS
     else:
-        owner = _OTHERS
+        cause = _OTHERS
     numbers = (
         ("held by tensors, GiB more", held_growth / 2**30, "from the first third to the last"),
         (
@@ -224,13 +227,13 @@ def _owner(window: _Window, used: list[float]) -> _Owner:
             "from the first third to the last",
         ),
     )
-    return _Owner(meaning=owner.meaning, no_flip=owner.no_flip, numbers=numbers)
+    return _Cause(meaning=cause.meaning, no_flip=cause.no_flip, numbers=numbers)
 
 
 def _trend(
-    window: _Window, name: str, used: list[float], total: float, owner: _Owner
+    window: _Window, name: str, used: list[float], total: float, cause: _Cause
 ) -> Symptom | None:
-    """Judge a trend by rising medians of three thirds: a single jump, or a sawtooth, is no trend."""
+    """Judge whether the medians of the three thirds of a window rise; a single jump or a sawtooth is no trend."""
     third = len(used) // 3
     first, middle, last = (median(used[i * third : (i + 1) * third]) for i in range(3))
     grown = last - first
@@ -249,11 +252,11 @@ def _trend(
             ("used, GiB", last / 2**30, f"of {total / 2**30:.1f}"),
             ("growth, GiB per minute", 60 * per_s / 2**30, "from the first third to the last"),
             ("seconds left", left_s, window.in_words),
-            *owner.numbers,
+            *cause.numbers,
         ],
         case.recent(end - begin),
-        meaning=owner.meaning,
-        no_flip=owner.no_flip,
+        meaning=cause.meaning,
+        no_flip=cause.no_flip,
         part=name,
     )
 
@@ -263,7 +266,7 @@ def _trend(
     threshold=f"{PRESSURE_PCT:g} % of {PRESSURE_WINDOW_S:g} s or more",
 )
 def memory_pressure(case: Case) -> Symptom | None:
-    case.must_go_on()
+    case.require_running()
     full = mean(case.host_readings("psi_memory_full_avg10_pct", PRESSURE_WINDOW_S, at_least=10))
     if full < PRESSURE_PCT:
         return None

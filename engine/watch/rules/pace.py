@@ -1,4 +1,4 @@
-"""Rules about the step time: waiting for data, slow parts, two modes, drift, compiles.
+"""Rules about the step time: waiting for data, slow phases, time outside training, drift, compiles.
 
 `step_s` covers the optimizer step alone, without evaluations and checkpoints between two steps; `wall_s` covers all
 from the record of one step to that of the next. Steps that are slow while other processes have the CPU are not
@@ -19,15 +19,15 @@ from engine.watch.rules.rule import NO_SETTINGS, CannotJudge, Case, Symptom, med
 PART_WARM_UP = 4
 """Number of first steps that are skipped: compilers and caches are still warming up."""
 COMPARED_TIMES = 4.0
-"""Ratio of a part's measured to its computed time from which it is slow."""
+"""Ratio of a phase's measured to its computed time from which it is slow."""
 PART_RATIO = 3.0
-"""Multiple of the other parts' median ratio that a slow part must reach too."""
+"""Multiple of the other phases' median ratio that a slow phase must reach too."""
 ALONE_TIMES = 10.0
-"""Ratio that replaces both where fewer than two other parts are known."""
+"""Ratio that replaces both limits if fewer than two other phases are known."""
 PART_SHARE, PART_LEAST_S = 0.1, 0.02
-"""Smallest part of a step that is judged: as a share of the step, 0 to 1, and in seconds."""
+"""Smallest time of a phase that is judged: as a share of the step, 0 to 1, and in seconds."""
 OF_MATMULS = frozenset({"student", "loss", "backward", "teacher"})
-"""Parts of a step whose time is mostly matmuls."""
+"""Phases of a step whose time is mostly matmuls."""
 LAUNCH_S = {"cuda": 10e-6, "cpu": 20e-6}
 """Seconds to launch one operation."""
 DATA_STEPS = 20
@@ -44,30 +44,31 @@ SELDOM_SHARE, SELDOM_LEAST_S = 0.5, 20.0
 DRIFT_WARM_UP, DRIFT_STEPS = 20, 50
 DRIFT_RATIO = 1.5
 DRIFT_LEAST_S = 30.0
-"""Minimum duration of slow steps, in seconds, where the machine's load is read: a mean over a minute, the load does not
-show at once that another job takes the CPU."""
+"""Minimum duration of slow steps, in seconds, if the machine's load is read: the load is a mean over a minute, so
+another job that takes the CPU does not show in it at once."""
 LEAST_STEP_S = 0.005
-"""Shortest step that is judged, in seconds: shorter ones vary with the operating system's scheduling."""
+"""Shortest step that is judged, in seconds: the time of a shorter step varies with the operating system's
+scheduling."""
 
 
 class _LostTime(NamedTuple):
-    """Time that a part takes of the newest steps."""
+    """Time that one activity (such as waiting for data) takes of the newest steps."""
 
     rows: range
     lossy: list[int]
-    """Rows of the steps in which the part reaches the share that is judged."""
+    """Rows of the steps in which the activity takes at least the limiting share."""
     steps: int
     """Number of steps with a time in both columns."""
     share: float
     seconds: float
     least_s: float
     in_most_steps: bool
-    """Whether most steps lose time, and not a few of them much."""
+    """Whether most steps lose time; False if a few steps lose much."""
 
 
 def _lost_time(case: Case, part: str, whole: str, least: float) -> _LostTime | None:
-    """Return the time of column `part` within column `whole`; None if it is below the share `least`, or too short to be
-    worth fixing."""
+    """Return the time of column `part` within column `whole`; None if its share is below `least`, or if it is too
+    short to be worth fixing."""
     rows = case.steps(DATA_STEPS, at_least=DATA_STEPS)
     times = case.pairs(part, whole, rows)
     seconds, total_s = sum(p for p, _ in times), sum(w for _, w in times)
@@ -88,23 +89,24 @@ def _lost_time(case: Case, part: str, whole: str, least: float) -> _LostTime | N
     return _LostTime(rows, lossy, len(times), share, seconds, least_s, in_most_steps)
 
 
-class _Part(NamedTuple):
+class _PhaseTime(NamedTuple):
     seconds: float
-    """Median time in the newest steps."""
+    """Median time in the newest steps, in seconds."""
     needs_s: float
-    """Time computed from its FLOPs, bytes and launches."""
+    """Time computed from the phase's FLOPs, bytes and launches, in seconds."""
 
     @property
     def times(self) -> float:
         return self.seconds / self.needs_s
 
 
-def _parts(case: Case) -> tuple[range, Rates, dict[str, _Part]]:
-    """Return the measured time of each part of a step, and the time computed from its FLOPs at the matmul rate, its
-    bytes at the copy rate, and its launches."""
+def _phase_times(case: Case) -> tuple[range, Rates, dict[str, _PhaseTime]]:
+    """Return the rows of the newest steps, this machine's measured speeds, and each phase's measured and computed
+    time. The computed time is its FLOPs at the matmul rate, its bytes at the copy rate, and the time of its
+    launches."""
     started = case.started
     if not started.costs:
-        raise CannotJudge("the costs of the parts of a step are not logged")
+        raise CannotJudge("the costs of the phases of a step are not logged")
     rates = kept_rates(started.machine)
     if rates is None:
         raise CannotJudge(
@@ -120,13 +122,13 @@ def _parts(case: Case) -> tuple[range, Rates, dict[str, _Part]]:
         ]
         if all(map(math.isfinite, taken)) and len(taken) == STEPS_KEPT:
             needs_s = flops / rates.flops + moved / rates.bytes + launches * launch_s
-            parts[part] = _Part(median(taken), needs_s)
+            parts[part] = _PhaseTime(median(taken), needs_s)
     if not parts:
-        raise CannotJudge("the parts of its steps are not timed")
+        raise CannotJudge("the phases of its steps are not timed")
     return rows, rates, parts
 
 
-def _numbers(rates: Rates, parts: dict[str, _Part]) -> list[tuple[str, float, str]]:
+def _numbers(rates: Rates, parts: dict[str, _PhaseTime]) -> list[tuple[str, float, str]]:
     return [
         *(
             (f"{name}, seconds", part.seconds, f"needs {part.needs_s:.3g} at the rates below")
@@ -139,13 +141,14 @@ def _numbers(rates: Rates, parts: dict[str, _Part]) -> list[tuple[str, float, st
 
 @rule(
     reads=("costs", "phases", "rates of `engine doctor`"),
-    threshold="the ratio of its time to what its FLOPs, bytes and launches need, at the rates that `engine doctor` has "
-    f"measured, is {COMPARED_TIMES:g} or more, and {PART_RATIO:g} times the median ratio of the other parts with "
-    f"matmuls; {ALONE_TIMES:g} where fewer than two of them are known; median of {STEPS_KEPT} steps, {PART_SHARE:.0%} "
+    threshold="the ratio of its time to the time that its FLOPs, bytes and launches need, at the speeds measured by "
+    f"`engine doctor`, is {COMPARED_TIMES:g} or more, and {PART_RATIO:g} times the median ratio of the other phases "
+    "with "
+    f"matmuls; {ALONE_TIMES:g} if fewer than two of them are known; median of {STEPS_KEPT} steps, {PART_SHARE:.0%} "
     "of the step or more",
 )
 def slow_part(case: Case) -> Symptom | None:
-    rows, rates, parts = _parts(case)
+    rows, rates, parts = _phase_times(case)
     least_s = max(PART_LEAST_S, PART_SHARE * median(case.column("step_s", rows)))
 
     def is_slow(part: str) -> bool:
@@ -163,9 +166,10 @@ def slow_part(case: Case) -> Symptom | None:
         f"{part} takes {parts[part].times:.0f} times what its arithmetic needs on this machine",
         _numbers(rates, parts),
         case.span(rows),
-        meaning="most of its time is not its arithmetic: a slow kernel, the wrong device, a loop over rows, or weights "
-        "that are converted at each step",
-        no_flip="profile that part; its precision, kernel and compile settings select its kernels",
+        meaning="most of its time is not arithmetic: a slow kernel, the wrong device, a loop over rows, or weights "
+        "that "
+        "are converted at each step",
+        no_flip="profile that phase; the settings of precision, kernels and compile select its kernels",
         part=part,
     )
 
@@ -211,11 +215,11 @@ def unaccounted(case: Case) -> Symptom | None:
     parts = {part: case.view.host_s.get(part) or 0.0 for part in OUTSIDE}
     most = f", lately most in: {max(parts, key=lambda part: parts[part])}"
     if sum(parts.values()) < lost.seconds / lost.steps / 2:
-        # The newest step did not lose time like the others. If most steps lose time, the next one shows where.
+        # The newest step does not lose time as the others do. If most steps lose time, the next step shows where.
         if lost.in_most_steps:
             return None
         most = ""
-    case.must_have_had_the_cpu(lost.lossy)
+    case.require_cpu_available(lost.lossy)
     return Symptom(
         f"{100 * lost.share:.0f} % of the time between steps is spent outside training{most}",
         [
@@ -264,7 +268,7 @@ def seldom_training(case: Case) -> Symptom | None:
             ("seconds in total", whole_s, f"{len(rows)} steps"),
         ],
         span,
-        meaning="the run is slow although its steps are not: no step runs during an evaluation or a save",
+        meaning="the run is slow although its steps are fast: no step runs during an evaluation or a save",
         no_flip=f"set {key}.every higher{', or eval.rows lower' if mostly_evals else ''}; a flip compares step times, "
         "which leave out evaluations and checkpoints",
         part=most,
@@ -291,7 +295,7 @@ def step_time_drift(case: Case) -> Symptom | None:
         raise CannotJudge(
             f"its steps are slower for {format_seconds(slow_s)} only, expected {DRIFT_LEAST_S:g} s or more"
         )
-    case.must_have_had_the_cpu(rows)
+    case.require_cpu_available(rows)
     return Symptom(
         f"a step takes {format_seconds(now)}; at the beginning it took {format_seconds(before)}",
         [
@@ -304,7 +308,7 @@ def step_time_drift(case: Case) -> Symptom | None:
         case.span(rows),
         meaning="the run slows down: heat, fragmented memory, a growing list, or another job on the machine",
         no_flip=("start the script again" if case.view.is_foreign else "resume the run")
-        + ": if a fresh process is fast again, the cause is inside it",
+        + ": if the new process is fast again, the cause was inside the old one",
     )
 
 
@@ -313,7 +317,7 @@ def step_time_drift(case: Case) -> Symptom | None:
     threshold="one compile after warm-up",
 )
 def compile_after_warm_up(case: Case) -> Symptom | None:
-    case.must_have_been_watched()
+    case.require_watched()
     case.steps(1, at_least=1)
     late = [c for c in case.view.compiles if c.after_warm_up]
     if not late:
@@ -331,8 +335,9 @@ def compile_after_warm_up(case: Case) -> Symptom | None:
             f"torch.compile compiled {len(late)} times while the script waited; the last: {newest.kernel}{why}",
             numbers,
             case.span(rows),
-            meaning="a graph was not compiled in the first steps, or a guard of one no longer held: often a new shape",
-            no_flip="pad batches to one shape, drop a last batch that is smaller, or mark what changes with "
+            meaning="a graph was not compiled in the first steps, or a guard of a compiled graph failed: often a new "
+            "shape",
+            no_flip="pad batches to one shape, drop a smaller last batch, or mark the changing dimensions with "
             "torch._dynamo.mark_dynamic",
         )
     prewarm_is_off = case.settings is not None and not case.settings.kernels.prewarm
@@ -340,7 +345,7 @@ def compile_after_warm_up(case: Case) -> Symptom | None:
         f"{len(late)} kernels were compiled while steps waited; the last: {newest.kernel}{why}",
         numbers,
         case.span(rows),
-        meaning=f"the kernel that was launched is not the one that was warmed up: {newest.key}",
+        meaning=f"the kernel that was launched differs from the one that was warmed up: {newest.key}",
         flip="--set kernels.prewarm=true" if prewarm_is_off else "",
         no_flip="the warm-up missed this key: it must compile every kernel that a step launches",
     )

@@ -1,18 +1,20 @@
-"""The definition of a rule: it judges a run at one moment and returns a Symptom or None, or raises CannotJudge.
+"""Define what a rule is: a function that judges a run at one moment. It returns a Symptom or None, or raises
+CannotJudge.
 
     @rule(reads=..., threshold=...)
     def its_id(case: Case) -> Symptom | None: ...              or raises CannotJudge
 
-Its question and its level are in its row of `engine/catalogue.py`. The rules of a family are the decorated functions in
-one file of this package. `RULES` lists them all, for `engine diagnose`, the supervisor, `--list` and the tests.
+The row of the rule's id in `engine/catalogue.py` has its question and its level. The rules of a family are the
+decorated functions in one file of this package. `RULES` lists them all, for `engine diagnose`, the supervisor,
+`--list` and the tests.
 
 A rule is pure: the same view, settings and moment give the same result, so the supervisor that watches a run
 and `engine diagnose RUN` a year later agree. It uses a window of the newest steps or readings, never the
 whole log, so its cost does not grow with the run.
 
-An alert carries its numbers, what each is compared with, the steps and the time they come from, its meaning,
-and the flip that would test the suspicion: a diagnosis that no flip can refute is a guess. A rule whose
-inputs are missing reports that; no result means that it found nothing wrong.
+An alert has its numbers with the limit or reference of each, the steps and the time that they come from, its meaning,
+and the flip that would test the suspicion: a diagnosis that no flip can refute is a guess. A rule whose inputs are
+missing raises CannotJudge; None means that it found nothing wrong.
 
 Rules do not raise or clear alerts: `active_alerts` does.
 """
@@ -34,7 +36,7 @@ from engine.log.view import RunView, Table
 from engine.spec import RunSpec, spec_from_dict
 
 Number: TypeAlias = tuple[str, float, str]
-"""Name with its unit, value, and the limit or reference of the value."""
+"""A number of an alert: name with its unit, value, and the limit or reference of the value."""
 
 NO_SETTINGS = "the settings are the script's own"
 """Reason why a rule that needs settings cannot judge a watched script."""
@@ -43,14 +45,14 @@ NO_SETTINGS = "the settings are the script's own"
 CPU_WAIT_PCT = 20.0
 """Share of the time in which some process waited for a CPU, in percent; short waits at a wake-up are far below it."""
 OTHERS_SHARE = 0.2
-"""Share of the machine's cores that other processes must have had, 0 to 1, to slow a run down noticeably."""
+"""Share of the machine's cores, 0 to 1, from which other processes that use them slow a run down noticeably."""
 
 
 MEANT_TO_RISE = re.compile(
     r"reward|return|advantage|policy|actor|critic|value|entropy|episode|kl|discriminator|generator|gan|loss_[dg]|[dg]_loss",
     re.IGNORECASE,
 )
-"""Logged names of trainings whose loss may rise as intended: reinforcement learning, GANs, an annealed term."""
+"""Logged names of trainings whose loss may be intended to rise: reinforcement learning, GANs, an annealed term."""
 
 
 class CannotJudge(Exception):
@@ -80,10 +82,10 @@ class Case:
 
     view: RunView
     settings: RunSpec | None
-    """The settings of the run (its effective.json); None when they cannot be read."""
+    """The settings of the run (its effective.json); None if they cannot be read."""
     now_unix_s: float
 
-    # What the run is.
+    # Properties of the run.
 
     @property
     def started(self) -> RunStarted:
@@ -96,7 +98,7 @@ class Case:
             raise CannotJudge(why)
         return self.view.started
 
-    def lower_rate(self, times: float) -> dict[str, str]:
+    def lower_learning_rate(self, times: float) -> dict[str, str]:
         """Return the flip to a learning rate `times` lower; for a watched script, the advice to change it there."""
         if self.view.is_foreign:
             return {"no_flip": f"set a learning rate {times:g} times lower in the script"}
@@ -104,25 +106,25 @@ class Case:
 
     @property
     def cross_entropy(self) -> str:
-        """Column of the cross entropy; in a watched script the loss, if that is one."""
+        """Column of the cross entropy; `loss` in a watched script whose loss is a cross entropy."""
         if not self.view.is_foreign:
             return "ce"
         self._script_vocabulary()
         return "loss"
 
     def _script_vocabulary(self) -> float:
-        """Return the number of classes of a watched script's loss; CannotJudge when that is not known to be one cross
-        entropy of a language model."""
+        """Return the number of classes of a watched script's loss. Raises CannotJudge if the loss is not known to be
+        a single cross entropy of a language model."""
         labels = [seen.numbers for seen in self.view.identities if seen.id == "label_coverage"]
         size = next((known for numbers in labels if (known := numbers.get("vocabulary"))), 0.0)
         if size < 2:
             raise CannotJudge("the loss is not known to be one cross entropy of a language model")
         return size
 
-    def must_be_meant_to_fall(self) -> None:
-        """Raise CannotJudge where the loss of a watched script may be meant to rise."""
+    def require_loss_should_fall(self) -> None:
+        """Raise CannotJudge if the loss of a watched script may be intended to rise."""
         if risers := sorted(filter(MEANT_TO_RISE.search, self.view.logged)):
-            raise CannotJudge(f"it logs {risers[0]}: its loss may be meant to rise")
+            raise CannotJudge(f"it logs {risers[0]}: its loss may be intended to rise")
 
     @property
     def vocabulary_nats(self) -> float:
@@ -139,11 +141,11 @@ class Case:
         view = self.view
         return any(end is not None for end in (view.finished, view.exit, view.script_ended))
 
-    def must_have_been_watched(self) -> None:
+    def require_watched(self) -> None:
         if self.view.imported is not None:
             raise CannotJudge("the run was imported, not watched")
 
-    def must_go_on(self) -> None:
+    def require_running(self) -> None:
         if self.is_over:
             raise CannotJudge("the run has ended")
 
@@ -158,14 +160,14 @@ class Case:
         return range(max(begin, end - newest), end)
 
     def column(self, name: str, rows: range) -> list[float]:
-        """Return the finite numbers of a column; CannotJudge when there are none."""
+        """Return the finite numbers of a column. Raises CannotJudge if there are none."""
         finite = self.view.steps.finite(name, rows.start, rows.stop)
         if not finite:
             raise CannotJudge(f"{name} is not logged")
         return finite
 
     def pairs(self, left: str, right: str, rows: range) -> list[tuple[float, float]]:
-        """Return two columns in the rows where both are finite."""
+        """Return the pairs of values of two columns in the rows where both are finite."""
         columns = (
             self.view.steps.column(name, rows.start, rows.stop).tolist() for name in (left, right)
         )
@@ -196,12 +198,13 @@ class Case:
     def readings(
         self, table: Table, name: str, seconds: float, *, at_least: int, subject: str
     ) -> list[float]:
-        """Return the finite readings of the last `seconds`; CannotJudge with the log's reason when there are none."""
+        """Return the finite readings of the last `seconds`. Raises CannotJudge, with the reason in the log, if there
+        are too few."""
         rows = self.reading_rows(table, seconds)
         finite = table.finite(name, rows.start, rows.stop)
         if len(finite) >= at_least:
             return finite
-        # `slowed` is derived from the words of another reading.
+        # `slowed` is computed from another reading, whose reason for being absent applies.
         source = "clock_event_reasons" if name == "slowed" else name
         key = f"{subject}.{source}" if subject else source
         if key in self.view.absent:
@@ -220,7 +223,7 @@ class Case:
     @property
     def gpu(self) -> int:
         """Return NVML's index of the GPU that the run computes on."""
-        # Decided before the models are loaded, and logged again when the run begins.
+        # The device is decided before the models are loaded, and logged again when the run begins.
         decided = self.choice("compute.device") if self.view.started is None else None
         device = decided or self.started.device
         if not device.startswith("cuda"):
@@ -247,10 +250,11 @@ class Case:
     def host_readings(self, name: str, seconds: float, *, at_least: int) -> list[float]:
         return self.readings(self.view.hosts, name, seconds, at_least=at_least, subject="")
 
-    def must_have_had_the_cpu(self, steps: Sequence[int]) -> None:
-        """Raise CannotJudge when other processes took CPU during most of these steps, given by their rows.
+    def require_cpu_available(self, steps: Sequence[int]) -> None:
+        """Raise CannotJudge if other processes took CPU time during most of the steps in these rows.
 
-        While processes wait for a CPU no core is idle: what the run and its children did not use, others did.
+        While processes wait for a CPU no core is idle, so other processes used the CPU time that the run and its
+        children did not.
         """
         hosts, facts = self.view.hosts, self.view.facts or {}
         cores = facts.get("cpu_count")
@@ -260,7 +264,7 @@ class Case:
         if not len(hosts) or not steps:
             return
         ends = [self.view.steps.value("unix_s", row) or 0.0 for row in steps]
-        # A reading covers the time before it.
+        # A reading covers the time since the reading before it.
         rows = [min(row, len(hosts) - 1) for row in hosts.find_each("unix_s", ends)]
         others: list[float] = []
         for row in rows:
@@ -277,10 +281,10 @@ class Case:
                 f"other processes had {mean(crowded):.2g} of {usable:g} cores while these steps were slow"
             )
 
-    # What the run is doing.
+    # The run's activity.
 
     def choice(self, knob: str) -> str | None:
-        """Return the value that was decided for a knob."""
+        """Return the logged choice for a setting."""
         return next((d.choice for d in reversed(self.view.decisions) if d.knob == knob), None)
 
     @property
@@ -297,8 +301,8 @@ class Case:
 
     @property
     def phase(self) -> str:
-        """Return the trainer's phase: the newest one logged, or training again once a step was finished in it,
-        as after a checkpoint."""
+        """Return the trainer's phase: the newest logged one, or `training` if a step has finished since, as after a
+        checkpoint."""
         view = self.view
         if view.phase is None:
             return "starting"
@@ -320,23 +324,23 @@ class Symptom:
     _: KW_ONLY
     meaning: str
     flip: str = ""
-    """The change of settings that would test the suspicion."""
+    """The change of a setting that would test the suspicion."""
     no_flip: str = ""
-    """Reason why there is no flip, or advice; it counts where there is none."""
+    """If there is no flip: the reason, or advice."""
     part: str = ""
-    """Subject, where the rule judges several: the same word in every run that has the symptom."""
+    """Subject, if the rule judges several; it is the same word in every run with the symptom."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     about: About
     reads: tuple[str, ...]
-    """The inputs without which it cannot judge."""
+    """Inputs without which the rule cannot judge."""
     threshold: str
-    """When it raises an alert, in words with numbers."""
+    """Condition under which the rule raises an alert, in words with numbers."""
     judge: Callable[[Case], Symptom | None]
     clear_after_s: float = 30.0
-    """Seconds without a symptom after which its alert is cleared."""
+    """Seconds without a symptom after which the rule's alert is cleared."""
 
     @property
     def id(self) -> str:
@@ -372,7 +376,7 @@ class Rule:
 def rule(
     *, reads: tuple[str, ...], threshold: str, clear_after_s: float = 30.0
 ) -> Callable[[Callable[[Case], Symptom | None]], Rule]:
-    """Turn a function into the rule whose row in the catalogue has the function's name."""
+    """Turn a function into a rule; the function's name is the rule's id in the catalogue."""
 
     def make_rule(judge: Callable[[Case], Symptom | None]) -> Rule:
         return Rule(
@@ -400,14 +404,14 @@ MAD_TO_SIGMA = 1.4826
 
 
 def sigma(values: Sequence[float]) -> float:
-    """Return a robust standard deviation, from the median distance to the median."""
+    """Return a robust standard deviation, computed from the median absolute deviation."""
     centre = median(values)
     return MAD_TO_SIGMA * median([abs(value - centre) for value in values])
 
 
 def read_settings(run: RunFolder) -> RunSpec | None:
-    """Read the settings of a run; None when they are missing or of another version, which the rules that need
-    them then report."""
+    """Read the settings of a run; None if they are missing or of another version: rules that need them then cannot
+    judge."""
     try:
         effective = run.read_effective()
         return None if COMMAND in effective else spec_from_dict(effective["spec"])

@@ -10,14 +10,13 @@ trainer that is not a note. The limit on a silence, in seconds:
 
     in any of these, if nothing was computed, read or written     STILL_S
 
-A load may take ten minutes, and a compile two without a line, but each of them computes or reads. So where
-the trainer and all its descendants have used next to no CPU time, moved next to no bytes, and the run's GPU
-ran nothing for STILL_S, the run counts as stalled without waiting for the long limit of the phase. A busy but
-silent trainer gets a notice after QUIET_S, which is not an alert: it says what the trainer is doing and how
-long that may take.
+Loading may take ten minutes and compiling two without a line in the log, but both compute or read. So the run counts
+as stalled before the long limit of its phase if, for STILL_S, the trainer and its descendants used almost no CPU time
+and read or wrote almost nothing, and the run's GPU ran no kernel. A busy but silent trainer gets a notice after
+QUIET_S, which is not an alert: it reports what the trainer is doing and how long that may take.
 
 A process that was already running when watching began has no log: its silence is the time since it or one of its
-descendants last computed, read or wrote, or a GPU of the machine ran anything.
+descendants last computed, read or wrote, or any GPU of the machine ran a kernel.
 
 A limit that is too low costs a warning that is cleared when the step arrives; one that is too high costs
 hours of a hung run.
@@ -47,11 +46,12 @@ LEAST_S = 30.0
 """Shortest limit between two steps in seconds."""
 TIMES = 5.0
 LONG_WORK = 3.0
-"""Factors of the formula above: on the median step, and on the longest evaluation and checkpoint."""
+"""Factors in the formula of the module docstring: for the median step, and for the longest evaluation and
+checkpoint."""
 STEPS = 50
 """Number of the last steps whose median time is used."""
 FIRST_STEP_S = 45.0
-"""Limit for the first step in seconds; it also waits for libraries to load. Compiling a kernel logs a line."""
+"""Limit for the first step in seconds, which includes loading libraries; each compiled kernel logs a line."""
 PHASE_S = {
     "reading the corpus": 120.0,
     "tokenizing": 300.0,
@@ -71,17 +71,19 @@ OTHER_PHASE_S = 120.0
 FIRST_LINE_S = 120.0
 """Limit from the start of the process to its first line in seconds: it imports torch, maybe from a cold disk."""
 UNSEEN_WORK_S = 600.0
-"""Limit between two steps of a watched script in seconds: it may evaluate or save there, which is not seen."""
+"""Limit between two steps of a watched script in seconds: its evaluations and saves between steps are not
+observed."""
 STILL_S = 50.0
 STILL_WINDOW_S = 30.0
-"""Window of the readings in seconds; it lies within the silence. The process tree is read every ten seconds."""
+"""Window of the readings in seconds, shorter than the silence. The process tree is read every ten seconds."""
 STILL_READINGS = 10
 STACKS_S = 30.0
 """Time in seconds that an alert waits for the stacks of a process that is watched from outside."""
 WORK_WINDOW_S = 600.0
-"""Time in seconds in which the last activity of a process watched from outside is searched."""
+"""Window in seconds that is searched for the last activity of a process watched from outside."""
 STILL_CPU_PCT = 5.0
-"""CPU use below which a process tree is idle, in percent of one core. Housekeeping threads use a few tenths."""
+"""CPU use below which a process tree is idle, in percent of one core. Housekeeping threads use a few tenths of a
+percent."""
 STILL_IO_BYTES_PER_S = 1024.0
 QUIET_S = 50.0
 COMPUTING = "computing"
@@ -100,7 +102,7 @@ class Silence:
     limit_source: str
     """Reason for the limit, in words."""
     doing: str
-    """Activity of the run according to its log."""
+    """Activity of the run, according to its log."""
     since_unix_s: float
 
     @property
@@ -109,15 +111,16 @@ class Silence:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether to log a notice although this is not a stall yet."""
+        """Whether to log a notice: the silence is long but not yet a stall."""
         return QUIET_S < self.silent_s <= self.limit_s
 
 
 def silence(case: Case) -> Silence:
-    """Return the trainer's silence now; CannotJudge when it has ended or has logged nothing and has no start time."""
+    """Return the trainer's silence now. Raises CannotJudge if the trainer has ended, or has logged nothing and has no
+    start time."""
     view = case.view
-    case.must_have_been_watched()
-    case.must_go_on()
+    case.require_watched()
+    case.require_running()
     if view.process is not None:
         active_unix_s = _last_activity_unix_s(case)
         return Silence(
@@ -151,14 +154,14 @@ def silence(case: Case) -> Silence:
 
 
 def _last_activity_unix_s(case: Case) -> float:
-    """Return the last time at which a process watched from outside was active, or its activity was unknown. A silence
-    may be longer than the readings that are searched: its start is then that of the active alert."""
+    """Return the last time at which a process watched from outside was active, or at which its activity was unknown.
+    If the silence is longer than the searched window, return the start of the active alert."""
     process, tables = case.view.process, list(case.view.gpu_tables.values())
     if not tables and process is not None and process.opens_gpu is not False:
         raise CannotJudge(f"no GPU reading: {case.view.absent.get('gpu') or 'none was taken'}")
     limits = {"family_cpu_pct": STILL_CPU_PCT, "family_io_bytes_per_s": STILL_IO_BYTES_PER_S}
     active = [_last_active_reading_s(case, case.view.hosts, limits)]
-    # Which process uses a GPU is not known, so any use counts.
+    # It is not known which process uses a GPU, so any use counts as activity.
     active += [_last_active_reading_s(case, table, {"gpu_util_pct": 1.0}) for table in tables]
     alert = case.view.alerts.get(nobody_works.id)
     if alert is not None and case.now_unix_s - max(active) > STILL_S:
@@ -167,7 +170,8 @@ def _last_activity_unix_s(case: Case) -> float:
 
 
 def _last_active_reading_s(case: Case, table: Table, limits: dict[str, float]) -> float:
-    """Return the time of the newest reading that is missing or reaches a limit; else the time of the oldest."""
+    """Return the time of the newest row with a reading that is missing or reaches its limit; without such a row, the
+    time of the oldest."""
     rows = case.reading_rows(table, WORK_WINDOW_S)
     times, *columns = (table.values(name, rows.start, rows.stop) for name in ("unix_s", *limits))
     pairs = list(zip(columns, limits.values(), strict=True))
@@ -201,7 +205,10 @@ def _limit(case: Case) -> tuple[float, str]:
     known = [t for t in times if t is not None]
     between = median([b - a for a, b in pairwise(known)])
     limit_s = max(LEAST_S, TIMES * between, _long_work(case))
-    return limit_s, f"{TIMES:g} times the median step, at least {LEAST_S:g} s, evaluations counted"
+    return (
+        limit_s,
+        f"{TIMES:g} times the median step, at least {LEAST_S:g} s, more after long evaluations or checkpoints",
+    )
 
 
 def _is_idle(case: Case) -> bool:
@@ -222,14 +229,14 @@ def _is_idle(case: Case) -> bool:
 
 
 def _long_work(case: Case) -> float:
-    """Return a few times the longest evaluation plus the longest checkpoint."""
+    """Return LONG_WORK times the sum of the longest recent evaluation and checkpoint, in seconds."""
     evals = max((e.eval_s or 0.0 for e in case.view.evals[-20:]), default=0.0)
     saves = max((c.save_s or 0.0 for c in case.view.checkpoints[-20:]), default=0.0)
     return LONG_WORK * (evals + saves)
 
 
 def stall_dump(case: Case, since_unix_s: float) -> StackDump | None:
-    """Return the stacks that were captured in this silence."""
+    """Return the stacks that were captured in this silence; None if there are none."""
     taken_s = case.view.stack_dump_unix_s
     return case.view.stack_dump if taken_s is not None and taken_s >= since_unix_s else None
 
@@ -253,7 +260,7 @@ def _stall_symptom(case: Case, what: str) -> Symptom | None:
     if dump is not None:
         line = dump.python_frame
         if case.view.process is not None:
-            # The script's own line says more than a line of a library.
+            # The script's line is more useful than a line of a library.
             line = own_frame(dump.python_stack) or line
         where = f": {_state(dump)}" + (f" at {line}" if line else "")
         where += f" ({dump.native_frame})" if dump.native_frame else ""
@@ -275,13 +282,13 @@ def _stall_symptom(case: Case, what: str) -> Symptom | None:
         ),
         meaning=meaning,
         flip=flip,
-        no_flip="no setting explains a stall: read the stacks",
+        no_flip="no setting is known to cause a stall: read the stacks",
         part=case.phase,
     )
 
 
 def _state(dump: StackDump) -> str:
-    """Return the main thread's state. CUDA waits spin, so the kernel reports them as computing."""
+    """Return the main thread's state. A wait for CUDA spins, so the kernel reports it as computing."""
     frames = f"{dump.python_frame}\n{dump.native_frame}"
     if dump.state == COMPUTING and _DEVICE_WAIT.search(frames):
         return "waiting for the GPU"
@@ -315,7 +322,7 @@ def nobody_works(case: Case) -> Symptom | None:
     if case.view.process is None:
         raise CannotJudge("the run reports its steps: see stalled")
     silent = silence(case)
-    # Wait for the stacks, which are captured once the process counts as silent: the alert names its line.
+    # Wait for the stacks, captured once the process counts as silent, because the alert names the line.
     if silent.silent_s < STILL_S + STACKS_S and stall_dump(case, silent.since_unix_s) is None:
         return None
     return _stall_symptom(case, "no activity")
@@ -333,7 +340,7 @@ def _steps_in_session(case: Case) -> int:
     clear_after_s=0.0,
 )
 def stalled_at_start(case: Case) -> Symptom | None:
-    case.must_have_been_watched()
+    case.require_watched()
     if case.view.process is not None:
         raise CannotJudge("the steps of an attached process are unknown: see nobody_works")
     if _steps_in_session(case):

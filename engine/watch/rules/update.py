@@ -14,13 +14,14 @@ EXPLODING_STEPS, EXPLODING_BEFORE = 10, 100
 """Number of newest steps, and of the steps before them that they are compared with."""
 EXPLODING_RATIO = 50.0
 UPDATE_FROM = 100
-"""First step that is judged: before it weights may be as small as initialised, and the warm-up at its peak."""
+"""First step that is judged: earlier, weights may still be as small as initialised and the warm-up at its peak."""
 UPDATE_SHARE = 0.1
-"""Relative change of a weight in one step; in healthy training it is about a thousandth."""
+"""Relative change of the weights in one step from which it is too large; in healthy training it is about a
+thousandth."""
 UPDATE_FIRST, UPDATE_ROWS = 5, 50
-"""Steps at the start and newest steps of a watched script whose losses are compared."""
+"""Number of first and of newest steps of a watched script whose losses are compared."""
 UPDATE_PROGRESS = 0.03
-"""Share by which a loss must have fallen, or be below that of guessing."""
+"""Share by which the loss must be below the first one, or below that of guessing, to count as progress."""
 
 
 @rule(
@@ -67,14 +68,15 @@ def gradient_exploding(case: Case) -> Symptom | None:
         [("grad_norm, median", now, f"{before:.4g} before; {EXPLODING_RATIO:g} times is too much")],
         case.span(rows),
         meaning="training diverges; clipping bounds the size of the step but not its direction",
-        **case.lower_rate(10),
+        **case.lower_learning_rate(10),
     )
 
 
 @rule(
     reads=("identity update_size", "loss"),
-    threshold=f"a step {UPDATE_SHARE:g} times the weights or more, median of the matrices of a watched script as they "
-    f"were at first, from step {UPDATE_FROM} on, where the median loss of the newest {UPDATE_ROWS} steps is less than "
+    threshold=f"an update of {UPDATE_SHARE:g} times the initial weights or more (median over the matrices of a "
+    "watched script) from "
+    f"step {UPDATE_FROM} on, while the median loss of the newest {UPDATE_ROWS} steps is less than "
     f"{UPDATE_PROGRESS:.0%} below the first, or below that of guessing",
 )
 def update_too_large(case: Case) -> Symptom | None:
@@ -87,8 +89,8 @@ def update_too_large(case: Case) -> Symptom | None:
     share = None if identity is None else identity.numbers.get("share")
     if identity is None or share is None or share < UPDATE_SHARE:
         return None
-    # Large steps may learn a small problem.
-    case.must_be_meant_to_fall()
+    # A small problem may be learnt by large steps, so the loss is also compared.
+    case.require_loss_should_fall()
     start = case.column("loss", range(UPDATE_FIRST))
     first, now = min(start[0], median(start)), median(case.column("loss", rows))
     with contextlib.suppress(CannotJudge):
@@ -111,5 +113,5 @@ def update_too_large(case: Case) -> Symptom | None:
         ],
         replace(case.span(rows), first_step=identity.step or 0),
         meaning="the weights are overwritten within a few steps: the learning rate is far too large for them",
-        **case.lower_rate(10),
+        **case.lower_learning_rate(10),
     )

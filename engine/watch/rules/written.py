@@ -3,11 +3,12 @@
 Each rule compares what is written with the teacher's opinion of it, with the corpus, or with the first steps, because
 short, confident or repetitive texts may be right:
 
-noise      as uniform as drawing tokens at random: the teacher has learnt nothing, or the temperature is too high
-ended      0 though turns end in the corpus: the writer was taught another end, or the limit is too low
-entropy    near 0 and the teacher would write something else: one text, from which nothing more is learnt
-repeated   one token over and over, which the corpus does not
-length     nothing but the end; or a fraction of what it was, and the teacher agrees no better
+noise      entropy near ln V, as of random tokens: the teacher is untrained, or the temperature is too high
+ended      no row ends although turns end in the corpus: the model was trained with another end token, or the
+           length limit is too low
+entropy    near 0 while the teacher disagrees: always the same text, from which nothing more is learnt
+repeated   one token over and over, although the corpus does not repeat it
+length     only the end token; or much shorter than at first, while the teacher agrees no better
 """
 
 from __future__ import annotations
@@ -20,22 +21,24 @@ from engine.log.view import WROTE_FIRST
 from engine.watch.rules.rule import CannotJudge, Case, Span, Symptom, median, rule
 
 NEWEST = WROTE_FIRST
-"""Number of newest records that are judged, and of first ones that they are compared with."""
+"""Number of newest records that are judged, and number of first records that they are compared with."""
 UNTAUGHT = 0.5
-"""Ratio of the entropy to ln V above which the model has not learnt to write; a language model has under 0.4."""
+"""Ratio of the entropy to ln V above which the model has not learnt to generate text; a language model is below
+0.4."""
 NOISE = 0.9
 """Ratio of the entropy to ln V above which tokens are drawn almost at random."""
 COLLAPSED, COLLAPSED_RATIO = 0.1, 0.2
-"""Entropy in nats per token, and its ratio to that of the first records, below which it has collapsed. The teacher
-disagrees if the divergence is above the former."""
+"""Entropy in nats per token, and its ratio to the entropy of the first records, below which it has collapsed. The
+teacher disagrees if the divergence in nats is above the first limit."""
 REPEATED, REPEATED_RATIO = 0.5, 2.0
-"""Share of tokens that equal the one before them, and its ratio to that in the prompts."""
+"""Share of tokens that equal the preceding token, and ratio of that share to the prompts' share."""
 EMPTY = 1.5
-"""Tokens of a row below which most rows are an end alone."""
+"""Median tokens of a row below which most rows consist of the end token alone."""
 SHORTER = 0.25
-"""Ratio of the newest to the first lengths."""
+"""Ratio of the newest to the first lengths below which generated rows have become too short."""
 BY_ITSELF = 0.5
-"""Share of the rows that end by themselves, above which lengths are those of texts and not of the limit."""
+"""Share of the rows that end with an end token, above which their lengths are those of the texts and not of the
+limit."""
 
 
 def _records(case: Case, least: int = NEWEST) -> Sequence[Wrote]:
@@ -60,7 +63,7 @@ def _length(record: Wrote) -> float:
 
 
 def _ended(wrote: Sequence[Wrote]) -> float:
-    """Return the share of all rows that end by themselves."""
+    """Return the share of all rows that end with an end token."""
     return sum(r.ended * r.rows for r in wrote) / max(sum(r.rows for r in wrote), 1)
 
 
@@ -146,7 +149,7 @@ def written_entropy_collapsed(case: Case) -> Symptom | None:
         raise CannotJudge("the teacher generates the text, and does not change")
     first, now = (_median(some, lambda one: one.entropy) for some in (wrote[:NEWEST], newest))
     divergence = _median(newest, lambda one: one.divergence)
-    # A student as certain as its teacher has learnt the answer: a short right answer has no entropy.
+    # A student as certain as its teacher has learnt the answer: a short correct answer has almost no entropy.
     if now >= COLLAPSED or now >= COLLAPSED_RATIO * first or divergence <= COLLAPSED:
         return None
     return Symptom(
@@ -202,16 +205,17 @@ def written_text_shrinks(case: Case) -> Symptom | None:
             "most generated rows are an end of text and nothing else",
             [("tokens of a row, median", now, f"at least {EMPTY:g}")],
             _span(case, newest),
-            meaning="the model ends where it should begin: the template is not the one it was trained with, or the "
-            "teacher also ends at once",
+            meaning="the model ends a row at once: the template differs from the one that it was trained with, or "
+            "the teacher also ends "
+            "at once",
             flip=flip,
         )
     if len(wrote) < 2 * NEWEST:
         raise CannotJudge(f"needs {2 * NEWEST} steps with generated rows, {len(wrote)} are done")
     was = _median(first, _length)
     before, after = (_median(some, lambda one: one.divergence) for some in (first, newest))
-    # Rows that ran into the limit have no length of their own, and a student that comes nearer to the teacher may be
-    # learning its length.
+    # Rows that reached the limit do not show the length of a text, and a student that comes nearer to the teacher may
+    # be learning the teacher's length.
     if now >= SHORTER * was or _ended(first) <= BY_ITSELF or after < before:
         return None
     return Symptom(

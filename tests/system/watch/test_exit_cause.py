@@ -219,8 +219,8 @@ def test_a_global_kill_without_a_kernel_line_says_that_the_victim_may_be_another
     ("local", "oom", "certainty", "words"),
     [
         (1, 1, C.STRONG, None),
-        (1, 0, C.PROBABLE, "of a parent or of the machine"),
-        (0, 1, C.PROBABLE, "in a group below"),
+        (1, 0, C.PROBABLE, "of a parent group or of the machine"),
+        (0, 1, C.PROBABLE, "in a descendant group"),
         (0, 0, C.PROBABLE, "and the victim"),
     ],
 )

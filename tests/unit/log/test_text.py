@@ -489,11 +489,11 @@ def test_what_a_run_trains_on_is_told_with_what_was_left_out() -> None:
         plain, skipped_files=12, copies=9, copies_named=["a.py", "b.py"], repeated=3
     )
     told = "\n".join(data_lines(RunView(data=copied)))
-    assert "copies     9 of them, of held-out text: a.py, b.py, ...\n" in told
+    assert "copies     9 of the skipped files copy held-out text: a.py, b.py, ...\n" in told
     assert "repeated   3 training documents repeat an earlier one" in told
-    assert "copies" not in "\n".join(lines) and "skipped 12 files; copies 9 of them" in event_text(
-        copied
-    )
+    assert "copies" not in "\n".join(
+        lines
+    ) and "skipped 12 files; copies 9 of the skipped" in event_text(copied)
     words = "\n".join(data_lines(RunView(data=chats)))
     assert "30 tokens, 33.3%, are predicted" in words and "10.0% of the positions" in words
     assert "2 rows have no label" in words and "left out   4: no assistant turn" in words

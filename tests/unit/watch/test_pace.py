@@ -108,7 +108,7 @@ def test_a_part_without_two_others_is_slow_by_itself() -> None:
 def test_parts_are_not_judged_without_costs_rates_or_times() -> None:
     every = dict.fromkeys(NEEDS, 50.0)
     unknown(
-        "slow_part", timed(every, costs={}).case(), "costs of the parts of a step are not logged"
+        "slow_part", timed(every, costs={}).case(), "costs of the phases of a step are not logged"
     )
     unknown("slow_part", timed(every, machine="another").case(), "`engine doctor` measures")
     few, untimed = timed(every), timed(every)
