@@ -125,10 +125,8 @@ def read_conversation(record: object, where: str) -> Conversation:
     else:
         keys = ", ".join(ascii(key) for key in list(record)[:5]) or "no keys"
         bad_record(where, f"an object with {_FORMS}", f"one with {keys}")
-    named_by = _dump_checked([messages, tools, labels_from], where)
-    if any([len(message) > 2 and _has_unnamed_keys(message) for message in messages]):
-        named_by = _dumps([[_named_parts(message) for message in messages], tools, labels_from])
-    name = _name(named_by)
+    _dump_checked([messages, tools, labels_from], where)
+    name = _name(_dumps([[_named_parts(message) for message in messages], tools, labels_from]))
     return Conversation(name=name, messages=messages, tools=tools, labels_from=labels_from)
 
 
@@ -279,14 +277,6 @@ def _dump_checked(content: object, where: str) -> str:
             found = f"the lone surrogate U+{ord(error.object[error.start]):04X}"
             bad_record(where, "Unicode text", found, reason=LONE_SURROGATE)
     return text
-
-
-def _has_unnamed_keys(message: Message) -> bool:
-    """Return whether a message has keys that its conversation's name does not depend on."""
-    calls = message.get("tool_calls")
-    return not message.keys() <= _NAMED or (
-        isinstance(calls, list) and any(isinstance(call, dict) and "id" in call for call in calls)
-    )
 
 
 def _named_parts(message: Message) -> dict[str, Any]:

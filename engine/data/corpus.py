@@ -220,7 +220,6 @@ def open_corpus(
     the smallest). Of the records at most the share `skip_at_most` may have a fault. `progress` is called with
     the bytes of text read so far.
     """
-    _check_settings(heldout_fraction, max_bytes)
     index = Index(
         source,
         include_tests=include_tests,
@@ -286,17 +285,6 @@ def check_corpus(source: str, *, include_tests: bool = False, columns: Sequence[
         faults.refuse_too_many(0)
         raise _empty(source, skipped)
     return chats
-
-
-def _check_settings(heldout_fraction: float, max_bytes: int | None) -> None:
-    if not 0 < heldout_fraction < 1:
-        raise CorpusError.expected(
-            "corpus", "heldout_fraction", "a number between 0 and 1", repr(heldout_fraction)
-        )
-    if max_bytes is not None and max_bytes < 1:
-        raise CorpusError.expected(
-            "corpus", "max_bytes", "at least 1, or none for no limit", repr(max_bytes)
-        )
 
 
 def _empty(source: str, skipped: list[Skipped]) -> CorpusError:

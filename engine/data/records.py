@@ -51,7 +51,7 @@ from engine.data.conversations import (
 )
 from engine.data.left_out import Skipped
 from engine.errors import CorpusError
-from engine.files import depth_of, open_regular
+from engine.files import open_regular
 
 TEXT_SUFFIXES = (".py", ".txt", ".md")
 CHAT_KEYS = frozenset({"messages", "conversations", "completion"})
@@ -226,7 +226,6 @@ def _content(file: DataFile, place: str, where: str, record: Any, source: str) -
     """Return the text or conversation of a parsed record. `source` is the JSON of the record."""
     if not isinstance(record, dict):
         bad_record(where, _WANTED, f"JSON of type {_type(record)}", what="corpus")
-    _refuse_deep(record, source, where)
     place = f"{file.name} {place}"
     key, remark = "text", ""
     if columns := file.columns:
@@ -258,14 +257,6 @@ def _content(file: DataFile, place: str, where: str, record: Any, source: str) -
         expected = f"Unicode text in {json.dumps(key)}"
         bad_record(where, expected, found, reason=LONE_SURROGATE, what="corpus")
     return Record(place=place, chat="", text=text)
-
-
-def _refuse_deep(record: dict[str, Any], source: str, where: str) -> None:
-    """Refuse nesting that later readers cannot follow. `source` is the JSON of the record, if it was any."""
-    limit = limits.JSON_DEPTH.most
-    brackets = source.count("[") + source.count("{")
-    if (brackets > limit or not source) and depth_of(record) > limit:
-        bad_record(where, f"JSON nested {limits.JSON_DEPTH}", "more", what="corpus")
 
 
 def _named_chat(

@@ -270,8 +270,7 @@ class _ChunkedLoss(torch.autograd.Function):
             dh_MD, dw_VD = ctx.saved_tensors
             factor = upstream / ctx.job.divisor
             return _scaled(dh_MD, factor, hidden_dtype), _scaled(dw_VD, factor, head_dtype), None
-        if ctx.gradients is None:
-            raise RuntimeError("backward_from_loss: expected one backward pass, found a second")
+        assert ctx.gradients is not None, "one backward pass"
         (dh_MD, dw_VD), ctx.gradients = ctx.gradients, None
         # A broken promise must be visible: the gradients of the hidden states, or else of the head, become NaN.
         one_or_nan = torch.where(upstream == 1, upstream, math.nan)

@@ -32,7 +32,6 @@ from dataclasses import fields
 from typing import Any
 
 from engine import child
-from engine.errors import InternalError
 from engine.machine.cuda_facts import NO, YES, CudaDevice, CudaFacts, CudaState, from_json, to_json
 from engine.machine.reading import Reading, absent, measured
 
@@ -243,7 +242,7 @@ def ask_in_child(
         return broken(f"it was ended by {signal.Signals(-process.returncode).name}")
     try:
         return from_json(out.decode("utf-8", "replace").splitlines()[-1])
-    except (ValueError, KeyError, IndexError, TypeError, InternalError):
+    except (ValueError, KeyError, IndexError, TypeError):
         lines = err.decode("utf-8", "replace").strip().splitlines()
         last = f": {lines[-1]}" if lines else ""
         return broken(f"it printed no facts and exited with {process.returncode}{last}")

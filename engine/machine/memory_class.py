@@ -40,7 +40,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from engine.errors import InternalError
 from engine.machine.cuda_driver import normal_pci_address
 from engine.machine.cuda_facts import NO, YES, CudaDevice
 from engine.machine.gpu_facts import LOST, NOT_SUPPORTED, SUPPORTED, TOTAL_IS_ZERO, GpuFacts
@@ -259,8 +258,7 @@ def _unified(gpu: GpuFacts, memory: HostMemory) -> tuple[MemoryClass, str]:
     if status != SUPPORTED:
         why = gpu.memory_status.absent
         return MemoryClass.NVML_PARTIAL, f"CUDA says integrated, NVML's memory query failed: {why}"
-    if total is None:
-        raise InternalError("memory class: NVML — expected a total with its status, found none")
+    assert total is not None, "NVML gives a total with this status"
     host = memory.total_bytes.number
     if host is None:
         why = f"MemTotal is {memory.total_bytes}"

@@ -15,8 +15,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from engine.errors import InternalError
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
@@ -27,26 +25,15 @@ class Reading:
     """Reason why there is no value. It contains no counter or time, so that it changes only when the cause does."""
 
     def __post_init__(self) -> None:
-        if (self.value is None) == (self.absent is None):
-            found = "neither" if self.value is None else "both"
-            raise InternalError(
-                f"reading: {self.source} — expected a value or a reason, found {found}"
-            )
-        if not self.source or self.absent == "":
-            raise InternalError(
-                f"reading: {self.source or 'no source'} — expected words for the source and the "
-                f"reason, found an empty text"
-            )
-        if isinstance(self.value, float) and not math.isfinite(self.value):
-            raise InternalError(
-                f"reading: {self.source} — expected a finite number, found {self.value}"
-            )
+        assert (self.value is None) != (self.absent is None) and self.source, self
+        assert self.absent != "" and (
+            not isinstance(self.value, float) or math.isfinite(self.value)
+        ), self
 
     @property
     def number(self) -> float | int | None:
-        """Return the value of a numeric reading, None when it is absent; a text raises an error."""
-        if isinstance(self.value, str):
-            raise InternalError(f"reading: {self.source} — expected a number, found {self.value!r}")
+        """Return the value of a numeric reading, None when it is absent."""
+        assert not isinstance(self.value, str), self
         return self.value
 
     def __str__(self) -> str:

@@ -90,18 +90,11 @@ class Ranks:
 
 
 def ranks_here() -> Ranks:
-    """Read this process's place from torchrun's variables. ValueError when some of them are missing."""
-    variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
-    if not variables:
+    """Read this process's place from torchrun's variables; without them it is one process."""
+    if "RANK" not in os.environ:
         return Ranks()
-    if len(variables) < len(VARIABLES):
-        missing = ", ".join(name for name in VARIABLES if name not in variables)
-        raise ValueError(f"environment: expected {', '.join(VARIABLES)}, found no {missing}")
-    return Ranks(
-        rank=int(variables["RANK"]),
-        world=int(variables["WORLD_SIZE"]),
-        local_rank=int(variables["LOCAL_RANK"]),
-    )
+    rank, world, local_rank = (int(os.environ[name]) for name in VARIABLES)
+    return Ranks(rank=rank, world=world, local_rank=local_rank)
 
 
 def use_own_gpu(ranks: Ranks, wanted: str) -> None:

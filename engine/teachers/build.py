@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from engine.data.batches import Batch
-from engine.errors import InternalError
 from engine.formats.open import open_weights
 from engine.models.decoder import Decoder
 from engine.models.frozen import join_layer
@@ -71,8 +70,7 @@ def build_teacher(
     frozen: FrozenDecoder
     loaded = None if shards is None else partial(_keep_shard, shards, kernels)
     if precision == "fp8":
-        if probe is None:
-            raise InternalError("fp8 teacher: expected rows to measure it on, found none")
+        assert probe is not None, "an fp8 teacher is measured on rows"
         watcher = RoundingProbe(probe, device)
         decoder = load_fp8_decoder(path, dtype, device, watcher=watcher, loaded=loaded)
         frozen = Fp8Teacher(decoder, watcher.result(decoder), kernels)

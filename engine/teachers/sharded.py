@@ -34,7 +34,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from engine.errors import InternalError
 from engine.models.decoder import Decoder
 from engine.models.packed import PackedLinear
 from engine.runtime.ranks import Ranks
@@ -84,8 +83,6 @@ class ShardedLayers:
 
     def take(self, layer: nn.Module) -> None:
         """Keep this rank's part of a layer. The layer's own tensors are gone until `install`."""
-        if any(True for _ in layer.parameters()):
-            raise InternalError("sharded teacher: expected a frozen layer, found parameters")
         starts: dict[int, int] = {}
         storages: list[tuple[int, torch.UntypedStorage]] = []
         places: list[_Place] = []

@@ -50,7 +50,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,15 +140,12 @@ class Store:
             # A new dict, because other threads may be looking rows up in the old one.
             self._places = {k: p for k, p in self._places.items() if p[0] is not shard}
 
-    def verify(self, progress: Callable[[int, int], None] | None = None) -> Iterator[Shard]:
+    def verify(self) -> Iterator[Shard]:
         """Read every row of every shard, and refuse and yield the shards that differ from what was
-        written. `progress(done, total)` counts shards.
+        written.
         """
         buffers = [memoryview(bytearray(field.bytes)) for field in self.identity.fields]
-        shards = list(self.shards.values())
-        for done, shard in enumerate(shards):
-            if progress is not None:
-                progress(done, len(shards))
+        for shard in list(self.shards.values()):
             try:
                 for row in range(len(shard.rows)):
                     _read_row(shard, row, self.identity.fields, buffers)

@@ -25,7 +25,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.errors import InternalError
 from engine.loss.chunks import SparseTargets
 from engine.models.head import Head, operand_dtype, project, sum_dtype
 from engine.teachers.store.keys import SAMPLED, TOP_K, Identity, uniforms
@@ -50,8 +49,7 @@ def sparse_parts(
     batch's rows, which these N tokens belong to; the draws depend on them.
     """
     vocabulary, temperature = identity.vocabulary, identity.temperature
-    if vocabulary is None or temperature is None or head.vocab_size < vocabulary:
-        raise InternalError(f"teacher outputs: {identity.words} of a head of {head.vocab_size} ids")
+    assert vocabulary is not None and temperature is not None, "a sparse form has both"
     dtype = operand_dtype(hidden_NE)
     slices = head.slices(vocabulary, dtype)
     uniforms_NK = _uniforms(identity, keys) if identity.form == SAMPLED else None

@@ -15,7 +15,7 @@ from engine.checks.teacher import teacher_fp8_within_noise_floor
 from engine.data.batches import Batch, gather_rows
 from engine.data.corpus import Document
 from engine.decision import Decision
-from engine.errors import BadInput, InternalError
+from engine.errors import BadInput
 from engine.formats.tokenizer import open_tokenizer
 from engine.models.decoder import Decoder
 from engine.models.fp8 import fp8_linear
@@ -25,7 +25,6 @@ from engine.models.load_fp8 import load_fp8_decoder
 from engine.models.packed import head_of
 from engine.spec import RunSpec
 from engine.teachers.backend import choose_backend, choose_teacher_precision
-from engine.teachers.build import build_teacher
 from engine.teachers.fp8 import (
     NOISE_FLOOR_KL,
     Fp8Teacher,
@@ -132,17 +131,6 @@ def test_the_check_holds_a_teacher_to_the_noise_floor() -> None:
     assert "KL of 0.013 nats" in answer(dataclasses.replace(GOOD, kl=0.0131)).verdict.reason
     assert answer(None).verdict.level.name == "UNKNOWN"
     assert answer(None, "bf16").verdict.level.name == "PASS"
-
-
-def test_a_teacher_without_rounded_layers_is_no_fp8_teacher() -> None:
-    with pytest.raises(InternalError, match="found none"):
-        Fp8Teacher(freeze(lively(make_config())), GOOD)
-
-
-def test_a_teacher_in_fp8_is_never_built_unmeasured() -> None:
-    settings = dict(backend="dequantized", precision="fp8", device=CPU, student_vocab=99)
-    with pytest.raises(InternalError, match="rows to measure it on"):
-        build_teacher(DEMO / "teacher", **settings)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from engine.errors import BadInput, InternalError
+from engine.errors import BadInput
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.log.view import RunView
@@ -26,9 +26,7 @@ from engine.plan.knobs import choose_teacher_shard
 from engine.plan.memory import MemoryPlan
 from engine.plan.run_plan import RunFacts, plan_memory
 from engine.runtime.managed import memory_scope
-from engine.runtime.ranks import Ranks
 from engine.spec import spec_from_dict
-from engine.teachers.sharded import ShardedLayers
 from engine.train import to_events
 from engine.units import format_bytes
 from evidence.bench.shapes import config_named
@@ -100,11 +98,6 @@ def test_every_layer_is_gathered_once_a_pass_on_every_rank(
         # Of an even number the next pass begins with the layer that the last one ended with gathering.
         assert rank[kind]["gathered"] == [layers + (layers % 2 == 0), layers, layers]
         assert rank[kind]["entered"]
-
-
-def test_a_layer_that_is_trained_is_refused() -> None:
-    with pytest.raises(InternalError, match="frozen"):
-        ShardedLayers(Ranks(), torch.device("cpu")).take(lively(make_config()).layers[0])
 
 
 def _needs(shard: bool, gpus: int = 4, **changes: Any) -> int:

@@ -464,21 +464,9 @@ def test_an_error_of_a_writer_passes_through_and_leaves_nothing(tmp_path: Path) 
             sink.write(b"ab")
             raise RuntimeError("device lost")
 
-    class Liar(Broken):
-        def write_to(self, sink: Sink) -> None:
-            sink.write(b"ab")
-
     with pytest.raises(RuntimeError, match="device lost"):
         save(tmp_path, 1, {"model.bin": Broken()})
-    with pytest.raises(ValueError, match="promised 4 bytes and wrote 2"):
-        save(tmp_path, 1, {"model.bin": Liar()})
     assert names(tmp_path) == []
-
-
-@pytest.mark.parametrize("name", ["", "../model", "a/b", ".hidden", MANIFEST])
-def test_file_names_that_could_leave_the_folder_are_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match="checkpoint file name"):
-        save(tmp_path, 1, {name: b""})
 
 
 def test_short_writes_are_completed(tmp_path: Path) -> None:
@@ -537,8 +525,3 @@ def test_prune_that_fails_at_any_operation_leaves_the_newest_and_whole_folders_o
         save(folder, 4, files(4))
         assert names(folder) == ["step-00000003", "step-00000004"]
     assert nth > 10
-
-
-def test_prune_refuses_to_keep_none(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="expected 1 or more, found 0"):
-        prune(tmp_path, 0)

@@ -143,11 +143,6 @@ def test_max_bytes_below_every_train_document_says_what_would_do(tmp_path: Path)
     assert documents_of(open_corpus(source, heldout_fraction=FRACTION, max_bytes=smallest).train)
 
 
-@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, float("nan")])
-def test_fraction_outside_0_to_1_is_refused(tmp_path: Path, fraction: float) -> None:
-    refused(write_folder(tmp_path, numbered(5)), fraction=fraction)
-
-
 def test_max_bytes_of_zero_is_refused(tmp_path: Path) -> None:
     refused(write_folder(tmp_path, numbered(5)), max_bytes=0)
 

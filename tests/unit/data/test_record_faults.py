@@ -70,8 +70,6 @@ FAULTS: dict[str, tuple[str | bytes | dict[str, Any], str]] = {
     "in a text": ({"text": f"a{LONE}"}, LONE_SURROGATE),
     "in a role": (chat({"role": f"to{LONE}ol", "content": "a"}, ANSWER), "a role that"),
     # Nesting.
-    "deep arguments": (chat(USER, calling({"a": DEEP})), "nested at most 64 levels"),
-    "deep beside messages": (chat(USER, ANSWER, meta=DEEP), "nested at most 64 levels"),
     "deep tools as JSON": (chat(USER, ANSWER, tools=json.dumps(DEEP)), "JSON in the text of"),
     "deeper than a parser goes": ("[" * 200_000, "nesting too deep"),
     # Numbers.
