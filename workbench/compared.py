@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 from engine.log.downsample import buckets, equal_widths
 from engine.log.folder import RunFolder, WatchedCommand
 from engine.log.table import is_absent, numbers
-from engine.log.text import alert_lines
 from engine.log.view import RunView
 from engine.report.compared import METRICS, Difference, Metric, all_settings, differing
 from engine.units import format_count, format_seconds
@@ -199,17 +198,3 @@ def differences(runs: Sequence[Compared], here: Path | None = None) -> list[Diff
     """Return the settings that differ; paths are shown relative to `here`, by default the current folder, where that
     is shorter."""
     return differing(runs, lambda value: path_text(value, here))
-
-
-def alerts_words(runs: Sequence[Compared], letters: Sequence[str]) -> list[str]:
-    """Return the active alerts of each run, and why a run cannot be read."""
-    lines = []
-    for run, letter in zip(runs, letters, strict=True):
-        snapshot = run.snapshot
-        lines.append(f"{letter} {snapshot.run.name}: {snapshot.state}")
-        lines += [f"  {line}" for alert in run.view.alerts.values() for line in alert_lines(alert)]
-        if snapshot.error is not None:
-            lines += [f"  {line}" for line in snapshot.error.splitlines()]
-        elif not run.view.alerts:
-            lines.append("  no active alerts")
-    return lines

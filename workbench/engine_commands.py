@@ -12,9 +12,6 @@ import shlex
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
-
-import msgspec
 
 from engine import child
 from engine.errors import BadInput, EngineError, InternalError, UsageError
@@ -22,7 +19,6 @@ from engine.log.folder import RunFolder, open_run
 
 ENGINE = tuple(child.command("engine"))
 """The engine of the interpreter that runs the workbench, to be started in `child.environment()`."""
-T = TypeVar("T")
 
 
 def distill_arguments(spec: Path, sets: Sequence[str], out: Path | None) -> list[str]:
@@ -80,16 +76,6 @@ def ask(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
         start_new_session=True,
         check=False,
     )
-
-
-def ask_json(arguments: Sequence[str], type_: type[T]) -> T:
-    """Return the JSON value that an engine command prints. Raises InternalError with its message when there is
-    none."""
-    done = ask(arguments)
-    try:
-        return msgspec.json.decode(done.stdout, type=type_)
-    except msgspec.DecodeError as problem:
-        raise InternalError(done.stderr.strip() or f"engine {arguments[0]} — {problem}") from None
 
 
 def _detached(arguments: Sequence[str]) -> RunFolder:

@@ -16,14 +16,14 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from base64 import b64encode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ipywidgets
+from IPython.display import display, update_display
 
 from engine.errors import EngineError
 from engine.terminal import as_html, printable
-from workbench.notebook.outputs import replace, show
 
 STILL_EVERY_S = 10.0
 FIRST_LOOK_S = 0.5
@@ -53,6 +53,17 @@ def still_html(key: str, figures: Sequence[str], lines: Sequence[str]) -> str:
 def hide_still(key: str) -> str:
     """Return a style that hides the still while the live widget that contains the style is on the page."""
     return f'<style>[data-apr-static="{as_html(key)}"] {{ display: none; }}</style>'
+
+
+def show(bundle: Mapping[str, object], key: str = "") -> None:
+    """Add an output to the running cell; `key` is a name under which `replace` finds it."""
+    named = {"display_id": key} if key else {}
+    display(dict(bundle), raw=True, **named)  # type: ignore[no-untyped-call]
+
+
+def replace(bundle: Mapping[str, object], key: str) -> None:
+    """Replace the content of an output, from any thread."""
+    update_display(dict(bundle), raw=True, display_id=key)  # type: ignore[no-untyped-call]
 
 
 def close_tree(widget: ipywidgets.Widget) -> None:

@@ -26,8 +26,7 @@ from workbench.tui.context import Context
 from workbench.tui.screens.polling import Polled, PollingScreen
 from workbench.tui.widgets.key_bar import KeyBar
 from workbench.tui.widgets.row_list import RowList
-from workbench.tui.widgets.text_pane import TextPane
-from workbench.tui.widgets.words_view import WordsView
+from workbench.tui.widgets.text_pane import TextPane, WordsView
 
 COMMON: tuple[Binding, ...] = (
     Binding("z", "zoom", "zoom", tooltip="the details alone, or the list again"),
@@ -193,12 +192,6 @@ class BrowseScreen(PollingScreen, Generic[F]):
             rows.styles.width = min(max(rows.wanted_width(), least), most)
         else:
             rows.styles.width = "1fr"
-
-    def read_again(self, heading: str) -> None:
-        """Show a heading until the rows have been read again."""
-        self.query_one("#head", Static).update(heading)
-        self.query_one(RowList).focus()
-        self.tick()
 
     # Keys.
 

@@ -1,5 +1,5 @@
-"""Two to six runs compared: one metric over one x axis or several in a grid, their results side by side, the
-settings that differ, and the alerts of each."""
+"""Two to six runs compared: one metric over one x axis or several in a grid, their results side by side, and
+the settings that differ."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from workbench.compared import (
     Compared,
     CompareFeed,
     Comparison,
-    alerts_words,
     axis_text,
     differences,
 )
@@ -35,7 +34,7 @@ from workbench.tui.widgets.key_bar import KeyBar
 from workbench.tui.widgets.pane_tabs import PaneTabs, pane_keys
 from workbench.tui.widgets.text_pane import TextPane
 
-PANES = ("plot", "results", "settings", "alerts")
+PANES = ("plot", "results", "settings")
 TABS = {name: (str(n), name) for n, name in enumerate(PANES, start=1)}
 GRID, SINGLE = (100, 30), 18
 """Size (columns, rows) from which all panes are shown, and number of rows below which only one is. Between them the
@@ -93,13 +92,10 @@ class CompareScreen(PollingScreen):
         #below { height: 4fr; layout: horizontal; }
         .pane { border: round $foreground 40%; padding: 0 1; }
         .pane:focus, .pane:focus-within { border: heavy $primary; }
-        #results, #right { width: 1fr; height: 1fr; }
-        #settings, #alerts { height: 1fr; }
+        #results, #settings { width: 1fr; height: 1fr; }
         #results Static, #settings Static { text-wrap: nowrap; }
     }
     CompareScreen.-grid PaneTabs { display: none; }
-    CompareScreen.-grid #settings { height: auto; max-height: 60%; }
-    CompareScreen.-grid.-no-alerts #settings { height: 1fr; max-height: 100%; }
     CompareScreen.-single .pane, CompareScreen.-single .pane:focus {
         border: none; border-top: heavy $primary; padding: 0;
     }
@@ -127,9 +123,7 @@ class CompareScreen(PollingScreen):
             yield plot
             with Horizontal(id="below"):
                 yield TextPane("2 results", id="results")
-                with Vertical(id="right"):
-                    yield TextPane("3 settings that differ", id="settings")
-                    yield TextPane("4 alerts", id="alerts")
+                yield TextPane("3 settings that differ", id="settings")
         yield PaneTabs(TABS)
         yield KeyBar()
 
@@ -145,10 +139,12 @@ class CompareScreen(PollingScreen):
         names = [run.snapshot.run.name for run in runs]
         rows, letters = results_table(runs), [series_style(slot).letter for slot in slots]
         settings = [(found.key, found.values) for found in differences(runs)]
-        note = settings_note(runs, letters)
+        notes = [*filter(None, [settings_note(runs, letters)])]
+        for run, letter in zip(runs, letters, strict=True):
+            notes += [f"{letter}: {run.snapshot.error}"] if run.snapshot.error else []
 
         def settings_at(width: int) -> list[Content | str]:
-            return [*setting_lines(slots, settings, width), *([note] if note else [])]
+            return [*setting_lines(slots, settings, width), *notes]
 
         with self.app.batch_update():
             self._draw_plot()
@@ -157,8 +153,6 @@ class CompareScreen(PollingScreen):
                 lambda width: result_lines(slots, names, rows, width)
             )
             self.query_one("#settings", TextPane).show(settings_at)
-            alerts = alerts_words(runs, letters)
-            self.query_one("#alerts", TextPane).show(lambda _width: alerts)
 
     @on(ChartGrid.Resized)
     def _draw_plot(self) -> None:
@@ -249,30 +243,21 @@ class CompareScreen(PollingScreen):
 
     # Layout.
 
-    @property
-    def _has_alerts(self) -> bool:
-        comparison = self._comparison
-        return comparison is not None and any(run.view.alerts for run in comparison.runs)
-
     @on(Resize)
     def lay_out(self) -> None:
         """Show the panes that belong on a screen of this size."""
         width, height = self.size
         is_grid = width >= GRID[0] and height >= GRID[1]
         below = {name for name in PANES[1:] if is_grid or name == self._pane}
-        if self._pane != "alerts" and not self._has_alerts:
-            below.discard("alerts")
         has_plot = is_grid or self._pane == "plot" or height >= SINGLE
         if height >= SINGLE and not below and not self._wants_grid:
             below = {"results"}
         self.set_class(is_grid, "-grid")
-        self.set_class("alerts" not in below, "-no-alerts")
         self.set_class(height < SINGLE, "-single")
         self.query_one("#plot").display = has_plot
         self.query_one("#below").display = bool(below)
         for name in PANES[1:]:
             self.query_one(f"#{name}").display = name in below
-        self.query_one("#right").display = not below.isdisjoint(("settings", "alerts"))
         self.query_one(PaneTabs).chosen = self._pane
 
     def action_pane(self, name: str) -> None:

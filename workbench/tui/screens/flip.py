@@ -36,8 +36,7 @@ from workbench.tui.context import Context
 from workbench.tui.screens.polling import Polled, PollingScreen
 from workbench.tui.widgets.flip_form import FlipForm, FlipPlan
 from workbench.tui.widgets.key_bar import KeyBar
-from workbench.tui.widgets.text_pane import TextPane
-from workbench.tui.widgets.words_view import WordsView
+from workbench.tui.widgets.text_pane import TextPane, WordsView
 
 SHORT = 18
 """Number of rows below which nothing has a border."""

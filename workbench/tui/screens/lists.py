@@ -2,7 +2,6 @@
 
 five whys     the findings in the evidence folders
 experiments   every flip with its verdict; opens one, or starts a new one
-rows          what one step of a run trained on
 """
 
 from __future__ import annotations
@@ -12,19 +11,15 @@ from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 
-from engine.errors import UsageError
 from engine.log.folder import RunFolder
 from workbench import finding_rows
 from workbench.finding_rows import FindingsFeed
 from workbench.flip_snapshots import FLIPS, FlipsFeed
 from workbench.listing import beside
-from workbench.step_rows import StepRowsFeed
 from workbench.tui.context import Context
 from workbench.tui.screens.browse import BrowseScreen, own_keys
 from workbench.tui.screens.finding import FindingScreen, ask_why, finding_form
 from workbench.tui.screens.flip import FlipScreen
-from workbench.tui.screens.form import FormScreen
-from workbench.tui.widgets.fields import Field, Values
 
 
 class WhysScreen(BrowseScreen[FindingsFeed]):
@@ -93,42 +88,3 @@ class FlipsScreen(BrowseScreen[FlipsFeed]):
         if self.selected is not None:
             folder = Path(self.selected.key)
             ask_why(self, lambda: finding_form(*finding_rows.of_flip(folder)))
-
-
-class StepRowsScreen(BrowseScreen[StepRowsFeed]):
-    """The rows of a step of a run of the engine."""
-
-    TITLE = "rows of a step"
-    NOTES = (
-        "The output of `engine data RUN --step N`: each row of the step with its documents and its text, found",
-        "in the corpus by the logged hash. Labels are between ⟦ and ⟧.",
-        "A row that was not next in the order of the data is marked, with its number.",
-    )
-    BINDINGS: ClassVar[list[BindingType]] = own_keys(
-        Binding("left", "go(-1)", "step before", tooltip="the rows of the step before"),
-        Binding("right", "go(1)", "step after", tooltip="the rows of the step after"),
-        Binding("g", "ask", "go to", tooltip="the rows of another step, by its number"),
-    )
-
-    def __init__(self, context: Context, run: Path, step: int) -> None:
-        super().__init__(context, StepRowsFeed(run, step))
-
-    def action_go(self, steps: int) -> None:
-        self._look_at(self._feed.step + steps)
-
-    def action_ask(self) -> None:
-        def send(values: Values) -> str:
-            if not values["step"].isdecimal():
-                raise UsageError(f"step — expected a number, found {values['step']!r}")
-            return values["step"]
-
-        def done(step: str | None) -> None:
-            if step is not None:
-                self._look_at(int(step))
-
-        fields = (Field(name="step", label="step", value=str(self._feed.step)),)
-        self.app.push_screen(FormScreen("Rows of a step", fields, send), done)
-
-    def _look_at(self, step: int) -> None:
-        self._feed.step = max(step, 1)
-        self.read_again(f"reading the rows of step {self._feed.step:,}")

@@ -89,9 +89,6 @@ class RunScreen(PollingScreen):
         Binding("l", "log_y", "log y", tooltip="logarithmic y axis of the chosen plot on or off"),
         Binding("slash", "filter", "filter", tooltip="filter the log"),
         Binding("f", "follow", "follow", tooltip="follow the end of the log, or stop following"),
-        Binding(
-            "b", "batch", "batch", tooltip="the rows of the step under the cursor, or the newest"
-        ),
         Binding("F", "flip", "flip", tooltip="test a suspicion: this run with one setting changed"),
         Binding("W", "why", "why", tooltip="ask what causes what went wrong here, and test it"),
         STOP,
@@ -293,8 +290,6 @@ class RunScreen(PollingScreen):
             # A log of another tool has no command that could be started again.
             live = self._snapshot
             return not self.context.read_only and live is not None and live.view.imported is None
-        if action == "batch":
-            return self._snapshot is not None and has_rows(self._snapshot)
         if action in ("stop", "resume"):
             return (target := self.target()) is not None and target.can(action)
         return True
@@ -344,28 +339,11 @@ class RunScreen(PollingScreen):
             suggestions = (first, *others)
         self.app.push_screen(FlipScreen(self.context, self.run, suggestions))
 
-    def action_batch(self) -> None:
-        """Show what the step under the cursor trained on; without a cursor the newest."""
-        snapshot = self._snapshot
-        if snapshot is None:
-            return
-        # Imported here: the first frame does not need it.
-        from workbench.tui.screens.lists import StepRowsScreen
-
-        cursor = self.query_one(TimelinePane).window.cursor
-        step = snapshot.view.last_step if cursor is None else round(cursor)
-        self.app.push_screen(StepRowsScreen(self.context, self.run.path, step))
-
     def action_why(self) -> None:
         # Imported here: the first frame does not need it.
         from workbench.tui.screens.finding import ask_why, finding_form
 
         ask_why(self, lambda: finding_form(self.run))
-
-
-def has_rows(snapshot: Snapshot) -> bool:
-    """Return whether the run records the rows of its steps: it is a run of the engine and has done a step."""
-    return snapshot.command is None and snapshot.view.last_step >= 1
 
 
 def _layout_inputs(snapshot: Snapshot | None) -> object:

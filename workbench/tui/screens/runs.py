@@ -37,8 +37,7 @@ from workbench.tui.widgets.fields import Field, Values
 from workbench.tui.widgets.filter_line import FilterLine
 from workbench.tui.widgets.key_bar import KeyBar
 from workbench.tui.widgets.runs_table import RunsTable
-from workbench.tui.widgets.text_pane import TextPane
-from workbench.tui.widgets.words_view import WordsView
+from workbench.tui.widgets.text_pane import TextPane, WordsView
 
 FILTER_HINT = "lr>0.001  state:failed  tag:baseline  /regex/  words; all must hold"
 WIDE = 160

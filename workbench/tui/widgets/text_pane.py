@@ -1,4 +1,4 @@
-"""A scrolling pane of lines: the text of a snapshot, or of several runs, each with its letter and colour."""
+"""Lines of text, headings bold, long lines wrapped and indented: in a scrolling pane, or as they are."""
 
 from __future__ import annotations
 
@@ -7,13 +7,28 @@ from collections.abc import Callable, Sequence
 from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.content import Content
+from textual.reactive import reactive
 from textual.widgets import Static
 
+from workbench.tui.names import wrapped
 from workbench.tui.printable import as_title
-from workbench.tui.widgets.words_view import worded
 
 LinesFor = Callable[[int], Sequence[str | Content]]
 """Returns the lines for a width."""
+
+
+def worded(lines: Sequence[str | Content], width: int) -> list[Content]:
+    """Return lines as styled rows of a width. A line without leading space is a heading of the indented lines below
+    it; one that has styles already stays as it is."""
+    has_parts = any(isinstance(line, str) and line.startswith(" ") for line in lines)
+    rows = []
+    for line in lines:
+        if isinstance(line, Content):
+            rows.append(line)
+            continue
+        style = "bold" if has_parts and not line.startswith(" ") else ""
+        rows += [Content.styled(row, style) for row in wrapped(line, width)]
+    return rows
 
 
 class TextPane(VerticalScroll, can_focus=True):
@@ -71,3 +86,20 @@ class TextPane(VerticalScroll, can_focus=True):
         height = max(len(rows), self.scrollable_content_region.height if self._is_fixed else 0)
         self.query_one(Static).update(Content("\n").join(rows), layout=height != self._height)
         self._height = height
+
+
+class WordsView(Static):
+    """Draws lines at the width it has."""
+
+    lines: reactive[tuple[str, ...]] = reactive((), init=False)
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id, markup=False)
+
+    def on_resize(self) -> None:
+        self._write()
+
+    watch_lines = on_resize
+
+    def _write(self) -> None:
+        self.update(Content("\n").join(worded(self.lines, self.size.width or 80)))

@@ -8,7 +8,7 @@ import pytest
 from textual.pilot import Pilot
 
 from engine.interchange.importing import import_run
-from tests.support.run_folders import completed, empty, killed, running
+from tests.support.run_folders import completed, killed, running
 from tests.support.screens import on_screen, press, text_of, texts_of, words_of
 
 SIZE = (240, 40)
@@ -24,35 +24,24 @@ def test_a_run_has_the_keys_of_its_state(tmp_path: Path) -> None:
 
     async def going_on(pilot: Pilot[None]) -> None:
         keys = footer(pilot)
-        assert {"x stop", "b batch"} <= {*keys}
+        assert "x stop" in keys
         assert "R resume" not in keys
 
     on_screen([scene.run.path], SIZE, going_on)
     scene.close()
 
     async def ended(pilot: Pilot[None]) -> None:
-        assert "b batch" in footer(pilot)
         assert not {"x stop", "R resume"} & {*footer(pilot)}
 
     on_screen([completed(tmp_path / "done").path], SIZE, ended)
 
 
-def test_a_run_without_a_step_has_no_rows_to_show(tmp_path: Path) -> None:
-    async def script(pilot: Pilot[None]) -> None:
-        assert "b batch" not in footer(pilot)
-        await press(pilot, "b")
-        assert len(pilot.app.screen_stack) == 2
-
-    on_screen([empty(tmp_path / "run").path], SIZE, script)
-
-
-def test_an_imported_log_has_neither_rows_nor_a_command(tmp_path: Path) -> None:
+def test_an_imported_log_does_not_describe_its_data(tmp_path: Path) -> None:
     log = tmp_path / "history.csv"
     log.write_text("step,loss\n" + "".join(f"{n},{1 / n:.4f}\n" for n in range(1, 40)))
     run, _ = import_run("csv", log, tmp_path / "runs")
 
     async def script(pilot: Pilot[None]) -> None:
-        assert "b batch" not in footer(pilot)
         await press(pilot, "d")
         assert "the imported log does not describe the data" in words_of(pilot)
 

@@ -134,22 +134,6 @@ def test_a_list_is_as_wide_as_its_rows_and_as_high(tmp_path: Path) -> None:
     on_screen([tmp_path], (120, 40), script)
 
 
-@pytest.mark.parametrize("size", SIZES[1:])
-def test_a_comparison_without_alerts_has_no_pane_of_alerts(
-    tmp_path: Path, size: tuple[int, int]
-) -> None:
-    for name in ("a", "b"):
-        killed(tmp_path / name)
-
-    async def script(pilot: Pilot[None]) -> None:
-        await press(pilot, "space", "down", "space", "c")
-        assert "4 alerts" not in words_of(pilot)
-        await press(pilot, "4")
-        assert "4 alerts" in words_of(pilot)
-
-    on_screen([tmp_path], size, script)
-
-
 def test_an_empty_list_of_runs_offers_no_key_that_needs_a_run(tmp_path: Path) -> None:
     async def script(pilot: Pilot[None]) -> None:
         assert words_of(pilot).endswith("? help q quit r refresh")
