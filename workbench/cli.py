@@ -51,7 +51,7 @@ environment:
                                 terminal says in COLORFGBG that it is
   ESCDELAY=MS                   milliseconds to wait for the rest of a key that begins with escape (25)
 
-`?` shows the keys, ctrl+p finds every command by name.
+`?` shows every key.
 """
 DEMO_HELP = """\
 Start an example: a small student learns from a small teacher to continue Python source, in a few

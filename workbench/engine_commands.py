@@ -64,20 +64,6 @@ def check_flip(arguments: Sequence[str]) -> list[str]:
     return _run([*arguments, "--dry-run"]).stderr.strip().splitlines()
 
 
-def ask(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run an engine command to its end."""
-    return subprocess.run(
-        [*ENGINE, *arguments],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        encoding="utf-8",
-        errors="replace",
-        env=child.environment(),
-        start_new_session=True,
-        check=False,
-    )
-
-
 def _detached(arguments: Sequence[str]) -> RunFolder:
     lines = _run(arguments).stdout.splitlines()
     if len(lines) != 1:
@@ -90,7 +76,16 @@ def _detached(arguments: Sequence[str]) -> RunFolder:
 
 def _run(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Run an engine command that has to succeed; a failure is raised as the engine error with its exit code."""
-    done = ask(arguments)
+    done = subprocess.run(
+        [*ENGINE, *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        env=child.environment(),
+        start_new_session=True,
+        check=False,
+    )
     if done.returncode == 0:
         return done
     message, _, hint = done.stderr.strip().partition("\nhint: ")

@@ -11,7 +11,10 @@ Exit codes of receipt: 0 it agrees with its run, 1 it does not, 2 the run has no
 from __future__ import annotations
 
 import argparse
+import json
 import os
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,8 @@ from engine.cli.arguments import actions_of, add_json, add_path, add_run
 from engine.terminal import aligned, say
 
 HELP = "list findings, read receipts"
+_ENTRIES_SHOWN = 200
+"""Maximum number of entries printed for one part of a receipt."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +81,6 @@ def _receipt(a: argparse.Namespace) -> int:
     from engine.log.text import one_line
     from engine.receipts.context import view_of
     from engine.receipts.receipt import check_receipt, not_compared, read_receipt_or_facts
-    from engine.receipts.text import receipt_lines
     from engine.verdict import lowest
 
     folder = open_run(a.run)
@@ -85,7 +89,7 @@ def _receipt(a: argparse.Namespace) -> int:
     checks = check_receipt(folder, receipt, view) if is_receipt else {}
     verdict = lowest(checks.values())
     unchecked = not_compared(folder, receipt) if is_receipt else []
-    lines = list(map(one_line, receipt_lines(receipt)))
+    lines = list(map(one_line, _receipt_lines(receipt)))
     if not is_receipt:
         lines.append("no receipt: the run did not finish; the lines above are from its logs")
     lines += [f"{check.level.name:7}  {check.reason}" for check in checks.values()]
@@ -93,3 +97,29 @@ def _receipt(a: argparse.Namespace) -> int:
     value = {"receipt": receipt, "is_receipt": is_receipt, "level": verdict.level}
     value |= {"checks": checks, "not_looked_at": unchecked}
     return answer(a, "receipt", value, lines, verdict.exit_code)
+
+
+def _receipt_lines(receipt: dict[str, Any]) -> Iterator[str]:
+    """Render a receipt: the identity of the run, its work and its decisions."""
+    for name in (
+        *("run", "tool", "outcome", "config", "seeds", "data", "weights", "device_facts"),
+        *("times", "environment", "rows", "heldout_loss_nats"),
+    ):
+        value = receipt.get(name)
+        if not isinstance(value, dict | list):
+            yield f"{name}: {_compact(value)}"
+            continue
+        yield name
+        items = value.items() if isinstance(value, dict) else ((None, item) for item in value)
+        for key, inner in islice(items, _ENTRIES_SHOWN):
+            yield f"  {_compact(inner)}" if key is None else f"  {key}: {_compact(inner)}"
+        if (hidden := len(value) - _ENTRIES_SHOWN) > 0:
+            yield f"  and {hidden:,} more"
+    yield "decisions"
+    for decision in receipt.get("decisions") or []:
+        how = "set by the user" if decision["overridden"] else f"because {decision['reason']}"
+        yield f"  {decision['knob']}: {decision['choice']}, {how}"
+
+
+def _compact(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

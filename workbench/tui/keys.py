@@ -7,7 +7,7 @@ read-only mode they are not offered, and the application refuses to run them (`W
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from textual.actions import parse
@@ -43,15 +43,7 @@ def is_offered(app: App[Any], node: DOMNode, action: str) -> bool:
     return not is_refused(app, node, action) and bool(target.check_action(name, parameters))
 
 
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """The keys of one widget, screen, or of the whole workbench."""
-
-    node: DOMNode
-    bindings: tuple[Binding, ...]
-
-
-def active_keys(screen: Screen[Any]) -> list[Keys]:
+def active_keys(screen: Screen[Any]) -> dict[DOMNode, tuple[Binding, ...]]:
     """Return the keys that do something now, by owner: first the focused widget, last the app.
 
     Keys of one action are one binding. Bindings without a description are internal and left out.
@@ -62,7 +54,7 @@ def active_keys(screen: Screen[Any]) -> list[Keys]:
         if not binding.description or not is_offered(screen.app, active.node, binding.action):
             continue
         by_owner.setdefault(active.node, []).append(binding)
-    return [Keys(node, _joined(by_owner[node])) for node in _chain(screen) if node in by_owner]
+    return {node: _joined(by_owner[node]) for node in _chain(screen) if node in by_owner}
 
 
 def _chain(screen: Screen[Any]) -> list[DOMNode]:

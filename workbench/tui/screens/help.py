@@ -91,7 +91,7 @@ class HelpScreen(Screen[None]):
 
     def _sections(self, below: Screen[Any], width: int) -> Iterator[tuple[str, list[str]]]:
         """Yield heading and lines of each part, from the focused widget outwards."""
-        active = {keys.node: keys.bindings for keys in active_keys(below)}
+        active = active_keys(below)
         inner: list[DOMNode] = [node for node in active if node not in (below, self.app)]
         bindings = [binding for node in inner for binding in active[node]]
         own = [binding for binding in bindings if not binding.action.startswith(SCROLLING)]

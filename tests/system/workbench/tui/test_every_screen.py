@@ -236,9 +236,9 @@ def test_read_only_offers_nothing_that_acts_and_refuses_what_is_called_by_name(
 
     async def visit(pilot: Pilot[None], name: str) -> None:
         app, screen = pilot.app, pilot.app.screen
-        for keys in active_keys(screen):
-            for binding in keys.bindings:
-                target, action, _ = resolved(app, keys.node, binding.action)
+        for node, bindings in active_keys(screen).items():
+            for binding in bindings:
+                target, action, _ = resolved(app, node, binding.action)
                 assert not acts(target, action), f"{name}: {binding.key} {action} is offered"
         for kind in type(screen).__mro__:
             for action in sorted(vars(kind).get("ACTING", ())):
