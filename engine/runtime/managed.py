@@ -8,7 +8,7 @@ Managed (unified) memory has one address on host and device, and its pages migra
 whose GPU shares the host's memory nothing migrates; on one with its own memory the pages are moved there
 before the first use. torch has no backend for managed memory, but it has memory pools: inside `use`, the
 caching allocator takes its segments from `managed_alloc.c` and otherwise works as usual. So results are
-bit-identical, and `engine.runtime.pointers` proves where a tensor is.
+bit-identical.
 
 The pool holds what the calling thread allocates inside `use`: the weights of both models, and the optimizer's
 moments when the first step runs in it. Not covered:
@@ -37,11 +37,10 @@ import torch
 from engine.errors import BadInput, EngineError
 from engine.machine.host import Host
 from engine.runtime.c_library import CompiledLibrary, compiled_library
-from engine.runtime.pointers import DRIVER
 
 SOURCE = Path(__file__).with_name("managed_alloc.c")
 KNOB = "memory.allocator"
-CHOICES = ("native", "managed")
+DRIVER = "libcuda.so.1"
 
 # Memory left free. On a GPU with its own memory: for kernels and library workspaces. On the host: enough that
 # it does not start to swap, from which it may not recover.
@@ -76,15 +75,6 @@ class ManagedLibrary:
     ) -> None:
         self.compiled = compiled
         self._c = ctypes.CDLL(str(compiled.path))
-        self._c.managed_alloc.restype = ctypes.c_void_p
-        self._c.managed_alloc.argtypes = (ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
-        self._c.managed_free.restype = None
-        self._c.managed_free.argtypes = (
-            ctypes.c_void_p,
-            ctypes.c_ssize_t,
-            ctypes.c_int,
-            ctypes.c_void_p,
-        )
         if self._c.managed_open(driver.encode(), meminfo.encode()) != 0:
             raise EngineError(
                 f"{KNOB}: managed — expected a CUDA driver to ask, found: {self.last_error()}",
@@ -96,14 +86,6 @@ class ManagedLibrary:
         untouched."""
         limit = _NO_LIMIT if limit_bytes is None else limit_bytes
         self._c.managed_limits(ctypes.c_uint64(limit), ctypes.c_uint64(reserve_bytes))
-
-    def alloc(self, size: int, device: int) -> int | None:
-        """Return the address of a segment as torch would get it; None when refused."""
-        pointer: int | None = self._c.managed_alloc(size, device, None)
-        return pointer
-
-    def free(self, pointer: int, size: int, device: int) -> None:
-        self._c.managed_free(pointer, size, device, None)
 
     def stats(self) -> ManagedStats:
         out = ManagedStats()
@@ -157,23 +139,16 @@ def _pool_of(index: int) -> ManagedPool:
     return ManagedPool(torch.device("cuda", index), load_managed_library())
 
 
-def managed_pool(
-    device: torch.device, *, limit_bytes: int | None = None, reserve_bytes: int | None = None
-) -> ManagedPool:
-    """Return the managed pool of a CUDA device, after setting its limits.
-
-    `limit_bytes` bounds what the process holds at once; `reserve_bytes` stays free (None: a default for the
-    kind of device). Raises BadInput for another device or without a C compiler.
-    """
+def managed_pool(device: torch.device) -> ManagedPool:
+    """Return the managed pool of a CUDA device, with the reserve for its kind. Raises BadInput for another device or
+    without a C compiler."""
     if device.type != "cuda":
         raise BadInput.expected(
             KNOB, "managed", "a CUDA device", device.type, hint=f"`--set {KNOB}=native`"
         )
     current = torch.cuda.current_device()  # initialises CUDA, which a pool needs
     pool = _pool_of(current if device.index is None else device.index)
-    if reserve_bytes is None:
-        reserve_bytes = default_reserve_bytes(pool.device)
-    pool.library.set_limits(limit_bytes=limit_bytes, reserve_bytes=reserve_bytes)
+    pool.library.set_limits(limit_bytes=None, reserve_bytes=default_reserve_bytes(pool.device))
     return pool
 
 
@@ -205,6 +180,4 @@ class MemoryScope:
 def memory_scope(choice: str, device: torch.device) -> MemoryScope:
     """Return the scope of `memory.allocator`: `native` is torch's default, `managed` needs a CUDA device. Raises
     BadInput."""
-    if choice not in CHOICES:
-        raise BadInput.expected(KNOB, "memory", f"one of {', '.join(CHOICES)}", choice)
     return MemoryScope(choice, None if choice == "native" else managed_pool(device))

@@ -24,9 +24,9 @@ from engine.models.config import ModelConfig
 from engine.models.load import new_decoder
 from engine.runtime.c_library import compiled_library
 from engine.runtime.managed import SOURCE, ManagedLibrary, managed_pool, memory_scope
-from engine.runtime.pointers import is_managed
 from tests.support.lacks import skip_for
 from tests.support.perf import within
+from tests.support.pointers import is_managed
 
 MIB = 2**20
 DRIVER = r"""
@@ -85,6 +85,27 @@ def in_a_copy(compiled: Path, folder: Path) -> Path:
     return Path(shutil.copytree(compiled, folder, dirs_exist_ok=True))
 
 
+class Library(ManagedLibrary):
+    """The library, asked as torch asks it."""
+
+    def alloc(self, size: int, device: int) -> int | None:
+        """Return the address of a segment; None when refused."""
+        self._c.managed_alloc.restype = ctypes.c_void_p
+        self._c.managed_alloc.argtypes = (ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
+        pointer: int | None = self._c.managed_alloc(size, device, None)
+        return pointer
+
+    def free(self, pointer: int, size: int, device: int) -> None:
+        self._c.managed_free.restype = None
+        self._c.managed_free.argtypes = (
+            ctypes.c_void_p,
+            ctypes.c_ssize_t,
+            ctypes.c_int,
+            ctypes.c_void_p,
+        )
+        self._c.managed_free(pointer, size, device, None)
+
+
 class Machine:
     """The C file over the driver above, fresh state for each."""
 
@@ -96,7 +117,7 @@ class Machine:
             f"MemTotal: 9000 kB\nMemFree: 1 kB\nMemAvailable: {available_kib} kB\n"
         )
         library = compiled_library(SOURCE, folder)
-        self.library = ManagedLibrary(library, str(driver), str(self.meminfo))
+        self.library = Library(library, str(driver), str(self.meminfo))
         self.library.set_limits(limit_bytes=None, reserve_bytes=0)
         self._driver = ctypes.CDLL(str(driver))
 
@@ -354,11 +375,6 @@ def test_native_is_torch_as_it_is() -> None:
     assert scope.pool is None and scope.compiled is None
 
 
-def test_an_allocator_that_is_not_one_is_refused() -> None:
-    with pytest.raises(BadInput, match="expected one of native, managed, found pinned"):
-        memory_scope("pinned", torch.device("cpu"))
-
-
 def test_cpu_memory_has_no_pointer_attribute_and_says_why() -> None:
     reading = is_managed(torch.ones(1))
     assert reading.value is None and reading.absent == "the tensor is on cpu"
@@ -386,11 +402,12 @@ def test_the_driver_calls_tensors_made_inside_managed() -> None:
 @pytest.mark.alone
 @pytest.mark.gpu
 def test_more_than_the_limit_is_refused_by_us_and_not_by_the_driver() -> None:
-    pool = managed_pool(CUDA, limit_bytes=64 * MIB, reserve_bytes=0)
+    pool = managed_pool(CUDA)
+    pool.library.set_limits(limit_bytes=64 * MIB, reserve_bytes=0)
     try:
         before = pool.library.stats()
         limit = before.held_bytes + 64 * MIB
-        managed_pool(CUDA, limit_bytes=limit, reserve_bytes=0)
+        pool.library.set_limits(limit_bytes=limit, reserve_bytes=0)
         with (
             pytest.raises(BadInput, match=r"memory\.allocator: managed memory of cuda:0"),
             pool.use(),

@@ -7,8 +7,8 @@ import ctypes
 from torch import Tensor
 
 from engine.machine.reading import Reading, absent, measured
+from engine.runtime.managed import DRIVER
 
-DRIVER = "libcuda.so.1"
 _IS_MANAGED = 8  # CU_POINTER_ATTRIBUTE_IS_MANAGED of cuda.h
 
 
