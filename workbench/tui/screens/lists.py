@@ -18,7 +18,7 @@ from workbench.flip_snapshots import FLIPS, FlipsFeed
 from workbench.listing import beside
 from workbench.tui.context import Context
 from workbench.tui.screens.browse import BrowseScreen, own_keys
-from workbench.tui.screens.finding import FindingScreen, ask_why, finding_form
+from workbench.tui.screens.finding import FindingScreen
 from workbench.tui.screens.flip import FlipScreen
 
 
@@ -55,13 +55,12 @@ class FlipsScreen(BrowseScreen[FlipsFeed]):
         "screen       anything less: enough to drop a hypothesis, not to quote a number",
         "exploratory  the plan was changed after the start",
     )
-    ACTING = frozenset({"new", "keep"})
+    ACTING = frozenset({"new"})
     BINDINGS: ClassVar[list[BindingType]] = own_keys(
         Binding("enter", "open", "open", tooltip="the flip under the cursor"),
         Binding(
             "n", "new", "new flip", tooltip="test a suspicion about the run that was on screen"
         ),
-        Binding("ctrl+w", "keep", "why", tooltip="a five-whys finding with its change as a cause"),
     )
 
     def __init__(self, context: Context, run: RunFolder | None = None) -> None:
@@ -72,8 +71,6 @@ class FlipsScreen(BrowseScreen[FlipsFeed]):
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action == "new":
             return self._run is not None
-        if action == "keep":
-            return self.selected is not None
         return super().check_action(action, parameters)
 
     def action_open(self) -> None:
@@ -83,8 +80,3 @@ class FlipsScreen(BrowseScreen[FlipsFeed]):
 
     def action_new(self) -> None:
         self.app.push_screen(FlipScreen(self.context, self._run))
-
-    def action_keep(self) -> None:
-        if self.selected is not None:
-            folder = Path(self.selected.key)
-            ask_why(self, lambda: finding_form(*finding_rows.of_flip(folder)))

@@ -314,7 +314,7 @@ def test_a_flip_in_which_nothing_went_wrong_begins_no_finding(
     monkeypatch.chdir(_past_flips(tmp_path))
 
     async def script(pilot: Pilot[None]) -> None:
-        await press(pilot, "E", "ctrl+w")
+        await press(pilot, "E", "enter", "ctrl+w")
         assert await shows(pilot, "went wrong in, found no alert")
 
     on_screen([tmp_path], (120, 40), script)
