@@ -1,8 +1,8 @@
-"""GPUs at a glance: the one table that the device pane, the notebook, the report and the live page draw.
+"""Make the table of a run's GPUs for the terminal, the notebook, the report and the live page.
 
-A column is a row of `COLUMNS`: its title, and the function that makes its cell from the readings of one GPU. A reading
-that is missing makes a cell that says so, never a 0; the reason is a line below the table. The rows are the newest
-readings, or typical values and peaks over the whole run.
+A column is a row of `COLUMNS`: its title, and the function that makes its cell from the readings of one GPU. A
+missing reading gives a cell marked as unknown, never a 0; its reason is a line below the table. The rows are the
+newest readings, or typical values and peaks over the whole run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _REASONS = {
     "hw_thermal_slowdown": "slowed down by heat",
     "hw_power_brake": "slowed down by the power supply",
 }
-"""Meaning of NVML's reasons for low clocks; others are shown by name."""
+"""Meaning of NVML's reasons for low clocks; a reason without an entry is shown by its name."""
 
 
 class Process(NamedTuple):
@@ -56,7 +56,7 @@ def read_processes(text: str) -> list[Process]:
 class Cell(NamedTuple):
     text: str
     shares: tuple[float, ...] = ()
-    """Shares of a bar, 0 to 1; for memory, first the trainer's and then that of other processes."""
+    """Shares of a bar, 0 to 1; for memory, first the trainer's share and then the other processes'."""
     is_bad: bool = False
 
 
@@ -71,9 +71,9 @@ class _Gpu:
     index: int
     whole_run: bool
     host: str = ""
-    """Name of its host; empty where the run has one."""
+    """Name of the GPU's host; empty in a run on one host."""
     ranks: Mapping[int, int] = field(default_factory=dict)
-    """The ranks on its host, by process."""
+    """The ranks on the GPU's host, by process id."""
 
     @property
     def label(self) -> str:
@@ -88,16 +88,16 @@ class _Gpu:
         return self.view.gpu_tables.get(self.index)
 
     def read(self, name: str, over: Literal["median", "highest"] = "median") -> float | None:
-        """Return a reading; over the whole run the median or peak of its column, if it has one."""
+        """Return the newest reading; over the whole run, the median or peak of its column."""
         if self.whole_run and self.table is not None and name in self.table.columns:
             return over_run(self.table, name, over)
         newest: float | None = getattr(self.sample, name, None)
         return newest
 
     def own_bytes(self) -> tuple[float | None, bool]:
-        """Return the memory of the trainer with its descendants, and whether CUDA's own memory is missing from it."""
+        """Return the memory of the trainer and its descendants, and whether CUDA's own memory is left out of it."""
         own = self.read("family_gpu_mem_bytes", "highest")
-        # The allocator reports one process, and not which of several GPUs it uses.
+        # The allocator reports one process, without the GPU that the process uses.
         if own is not None or len(self.view.gpu_tables) > 1:
             return own, False
         if self.whole_run:
@@ -119,7 +119,7 @@ class _Gpu:
 
 
 def over_run(table: Table, name: str, over: Literal["lowest", "median", "highest"]) -> float | None:
-    """Return a reading over all rows of a table; None where it was never read."""
+    """Return the min, median or max of a reading over all rows of a table; None if it was never read."""
     known = sorted(table.finite(name))
     return known[{"lowest": 0, "median": len(known) // 2, "highest": -1}[over]] if known else None
 
@@ -147,7 +147,7 @@ def _reading_column(
     limit: str = "",
     text: Callable[[float], str] = _number,
 ) -> Callable[[_Gpu], Cell]:
-    """Return the function for a column of a number, with its limit where it has one."""
+    """Return the cell function for a column of numbers, which shows the number with its limit if it has one."""
 
     def cell(gpu: _Gpu) -> Cell:
         value, most = gpu.read(name, over), gpu.read(limit) if limit else None
@@ -231,13 +231,13 @@ class Column:
     title: str
     cell: Callable[[_Gpu], Cell]
     reading: str = ""
-    """The field of a sample whose reason is shown where the cell is unknown."""
+    """The field of a sample whose reason for being missing is shown if the cell is unknown."""
     is_note: bool = False
-    """Whether it is a line below the table, for all GPUs that have it in common."""
+    """Whether the value is shown as a line below the table, once for all GPUs with the same value."""
     is_optional: bool = False
-    """Whether it is left out where no GPU has it: few GPUs have performance counters."""
+    """Whether the column is left out if no GPU has the reading: few GPUs have performance counters."""
     keep: int = 0
-    """Columns with the lowest number are left out first where a terminal is narrow."""
+    """Priority in a narrow terminal: columns with the lowest number are left out first."""
 
 
 COLUMNS = (
@@ -290,14 +290,14 @@ COLUMNS = (
 class GpuTable:
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
-    """A cell for each column, of each GPU."""
+    """The cells of each GPU, one for each column."""
     whole_run: bool
     reasons: tuple[str, ...]
-    """Lines about cells that are unknown, where the reason is known."""
+    """The known reasons of unknown cells, as lines."""
 
     @property
     def notes(self) -> list[str]:
-        """Lines below the table, each once for all GPUs that have it in common."""
+        """Lines below the table, each once for all GPUs with the same value."""
         lines = []
         for at, column in enumerate(self.columns):
             gpus_by_text: dict[str, list[str]] = {}
@@ -316,8 +316,8 @@ class GpuTable:
 
 
 def gpu_table(view: RunView, *, whole_run: bool = False) -> GpuTable:
-    """Return the table of a run's GPUs, of several hosts the one with the slowest rank first; without rows where no GPU
-    was read."""
+    """Return the table of a run's GPUs. With several hosts, the host with the slowest rank comes first. The table has
+    no rows if no GPU was read."""
     places = {rank: place for place, rank in enumerate(_slowest_first(view))}
     pids = {rank: report.clock.pid for rank, report in view.ranks_now.items()}
     if pids and "events" in view.clocks:
@@ -366,18 +366,18 @@ def gpu_table(view: RunView, *, whole_run: bool = False) -> GpuTable:
 
 
 def _slowest_first(view: RunView) -> dict[int, Beat]:
-    """Return the beats by rank, the one with the least progress first."""
+    """Return the beats by rank, the rank with the least progress first."""
     return {beat.rank: beat for beat in sorted(view.beats, key=lambda beat: beat.reached)}
 
 
 RANKS = ("rank", "host", "step", "")
 RANKS_SHOWN = 16
-"""Number of slowest ranks that are shown."""
+"""Maximum number of ranks shown, the slowest first."""
 
 
 def rank_rows(view: RunView) -> list[tuple[str, ...]]:
-    """Return the cells of RANKS for each rank, the slowest first: where it is, and who waits for whom; no rows for a
-    run of one."""
+    """Return the cells of RANKS for each rank, the slowest first: its progress, and the rank that it waits for. Empty
+    for a run of one rank."""
     rows: list[tuple[str, ...]] = []
     late, hosts = behind(view.beats), view.rank_hosts
     names = ", ".join(str(beat.rank) for beat in late[:4]) + ", ..." * (len(late) > 4)
@@ -386,7 +386,7 @@ def rank_rows(view: RunView) -> list[tuple[str, ...]]:
         waits = f"{len(view.beats) - len(late)} wait for it" if beat in late else waiting
         rows.append((str(beat.rank), hosts.get(beat.rank) or UNKNOWN, str(beat.step), waits))
     if (more := len(rows) - RANKS_SHOWN) > 0:
-        rows[RANKS_SHOWN:] = [("", "", "", f"{more} more have come as far or further")]
+        rows[RANKS_SHOWN:] = [("", "", "", f"{more} more have the same progress or more")]
     return rows
 
 
@@ -394,7 +394,7 @@ def rank_rows(view: RunView) -> list[tuple[str, ...]]:
 
 
 def rank_lines(view: RunView) -> list[str]:
-    """Return the ranks as text, the slowest first."""
+    """Return the rows of ranks as text, the slowest first."""
     rows = rank_rows(view)
     if not rows:
         return []

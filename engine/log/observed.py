@@ -1,12 +1,13 @@
-"""Failures recorded in a run's logs: alerts, failed checks, contradictions, exits. Each is one line of a log.
+"""Find the failures recorded in a run's logs: alerts, failed checks, contradictions, exits. Each is one line of a
+log.
 
-An experiment asks whether another run shows the same failure (`shown`): one with the same id and the same `sign`. The
-sign of an exit is the exception, the line that raised it and its message; of a check or identity, its message; of an
-alert, the part of the run that it names. Messages are compared without their numbers.
+An experiment asks whether another run shows the same failure (`shown`): a failure with the same id and the same
+`sign`. The sign of an exit is the exception, the line that raised it and its message; the sign of a check or identity
+is its message; the sign of an alert is the subject that it names. Messages are compared without their numbers.
 
-The answer is no only where the other run did enough work without the failure: it made 1.5 times the steps and rows of
-the observed run, or all of its own steps; for an alert it also went on for as long as the alert's window; for a check
-or an identity it also logged a pass. If anything else ends that run, the answer is unknown.
+The answer is no only if the other run did enough work without the failure: 1.5 times the steps and rows of the
+observed run, or all of its own steps. For an alert it must also have run for as long as the alert's window, and for a
+check or an identity it must also have logged a pass. If anything else ended the run, the answer is unknown.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ Log: TypeAlias = Literal["events", "watch"]
 LOGS: tuple[Log, ...] = get_args(Log)
 WRONG = (FAIL, SUSPICION)
 STALLS = ("stalled", "stalled_at_start")
-"""Alerts that are ruled out as soon as a run makes a step."""
+"""Alerts that a run does not show once it has done a step."""
 BROKEN = frozenset(
     {
         *("failed", "crashed", "alloc_failed", "device_failed", "disk_full", "usage", "bad_input"),
@@ -74,33 +75,33 @@ class Observed:
     sha256: str
     """SHA-256 of the line without its line end."""
     step: int
-    """Number of steps before the line."""
+    """Number of steps done before the line."""
     after_s: float
     """Seconds from the start of the run to the line."""
     window_s: float = 0.0
     """Length of an alert's window in seconds; 0 for a stall."""
     sign: str = ""
-    """Words that distinguish failures with the same id; empty in observations of earlier versions, where any failure
-    with the id is the same."""
+    """Text that distinguishes failures with the same id; empty in observations of earlier versions, in which all
+    failures with the same id count as the same."""
     rows: int = 0
-    """Rows trained on until then; 0 where that is not known."""
+    """Number of rows trained on before the line; 0 if not known."""
     total: int = 0
-    """Steps of the whole run; 0 where that is not known."""
+    """Number of steps of the whole run; 0 if not known."""
 
     @property
     def name(self) -> str:
-        """The kind and id as typed: `alert gpu_idle`."""
+        """The kind and id, as a user types them: `alert gpu_idle`."""
         return f"{self.kind} {self.id}"
 
 
 def observed_fields(observed: Observed) -> dict[str, Any]:
-    """Return the fields of an observation for JSON, without the empty ones that earlier versions do not have."""
+    """Return the fields of an observation for JSON, without empty fields that earlier versions do not have."""
     fields = dataclasses.asdict(observed)
     return {name: value for name, value in fields.items() if value or name not in _ADDED}
 
 
 _ADDED = ("sign", "rows", "total")
-"""Fields that observations of earlier versions do not have."""
+"""Fields that are missing in observations of earlier versions."""
 
 RANKS = {
     (CHECK, FAIL): 0,
@@ -124,7 +125,7 @@ def log_of(run: RunFolder, log: Log) -> Path:
 
 
 def lines_of(path: Path) -> Iterator[Line]:
-    """Yield the whole lines of a log with their times; none where the log is missing. Raises RunLogError."""
+    """Yield the whole lines of a log with their times; none if the log is missing. Raises RunLogError."""
     origin_s = 0.0
     try:
         with open_plain(path) as file:
@@ -145,8 +146,8 @@ def lines_of(path: Path) -> Iterator[Line]:
 
 
 def run_id(run: RunFolder) -> str:
-    """Return an id that is the same wherever the run's folder lies: a hash of the first line of its oldest log. Raises
-    RunLogError."""
+    """Return an id that does not change when the run's folder is moved: a hash of the first line of its oldest log.
+    Raises RunLogError."""
     for log in reversed(LOGS):
         for line in lines_of(log_of(run, log)):
             return hashlib.sha256(line.raw + b"\n").hexdigest()[:16]
@@ -187,7 +188,7 @@ def observations(run: RunFolder) -> list[Observed]:
 
 
 def observation(run: RunFolder, name: str) -> Observed:
-    """Return the newest failure of that name, such as `alert gpu_idle`; without a name, the one with the strongest
+    """Return the newest failure with a name such as `alert gpu_idle`; without a name, the failure with the strongest
     evidence. Raises BadInput."""
     all_observed = observations(run)
     for observed in all_observed:
@@ -208,7 +209,7 @@ class _Failure(NamedTuple):
     text: str
     rank: int
     step: int | None
-    """None where the line has none."""
+    """None if the line has no sign."""
     sign: str
 
     def is_same(self, observed: Observed) -> bool:
@@ -218,15 +219,15 @@ class _Failure(NamedTuple):
 
 
 class _Work:
-    """Steps and rows of a run, as far as its log has been read."""
+    """Steps and rows of a run in the lines that have been read."""
 
     def __init__(self) -> None:
         self.steps = 0
         self.total = 0
-        """Steps of the whole run, where something says so: its settings, its framework, or its end."""
+        """Number of steps of the whole run, from its settings, its framework or its end; 0 if not known."""
         self.ended: ScriptEnded | None = None
         self._rows: list[tuple[int, int]] = []
-        """Number of each step, and the rows until then."""
+        """Number of each step, and the number of rows trained on up to it."""
 
     def add(self, event: AnyEvent) -> None:
         match event:
@@ -251,7 +252,7 @@ def _failure_of(event: AnyEvent, work: _Work) -> _Failure | None:
     match event:
         case Judged() if (rank := RANKS.get((event.by, event.level))) is not None:
             kind = cast(Kind, event.by)
-            # The text of an alert names threads, places and rates that differ from run to run.
+            # The text of an alert names threads, lines and rates that differ from run to run.
             words = (
                 event.part if event.by == ALERT else _without_numbers(event.text.partition(":")[0])
             )
@@ -277,13 +278,13 @@ def _exception_sign(ended: ScriptEnded | None) -> str:
 
 
 def raised_at(observed: Observed) -> tuple[str, int] | None:
-    """Return the file's name and the line that raised what was observed; None where that is not known."""
+    """Return the file's name and the line that raised the observed exception; None if not known."""
     match = re.search(r" at ([^/\s:]+):(\d+)", observed.sign) if observed.kind == "exit" else None
     return None if match is None else (match[1], int(match[2]))
 
 
 def _without_numbers(text: str) -> str:
-    """Return words without numbers, addresses and folders, which differ from run to run."""
+    """Return a text without numbers, addresses and folders, which differ from run to run."""
     text = re.sub(r"(/[^\s/'\"]+)+/", "", text)
     return " ".join(re.sub(r"0x[0-9a-fA-F]+|[-+]?\d[\d.,]*(e[-+]?\d+)?", "#", text).split())
 
@@ -295,8 +296,8 @@ def _window_s(event: AnyEvent) -> float:
 
 
 def is_shown(observed: Observed, view: RunView, *, steps: int) -> bool | None:
-    """Return whether a run that still goes on shows the failure by now; None until it has done enough work. An exit is
-    known only at the end."""
+    """Return whether a run that has not ended shows the failure so far; None until it has done enough work. An exit
+    is known only at the end."""
     lasted_s = (view.last_unix_s or 0.0) - (view.first_unix_s or 0.0)
     no = False if view.last_step >= steps and lasted_s >= observed.window_s else None
     if no is False and observed.rows:
@@ -335,9 +336,9 @@ def shown(observed: Observed, run: RunFolder, *, steps: int) -> tuple[bool | Non
     """Return whether the logs of a run that has ended show the failure, and the reason; None where the logs do not
     decide. Raises RunLogError.
 
-    A run does not show it only if all of these hold: it made `steps` steps on as many rows as `rows_to_rule_out` and
-    went on for as long as the alert had taken, or it made all of its own steps and as many as the whole observed run;
-    it did not break; and the check or identity passed in it.
+    A run does not show the failure only if all of these hold: it did enough work; it did not fail otherwise; and the
+    check or identity passed in it. Enough work is `steps` steps on as many rows as `rows_to_rule_out` for as long as
+    the alert had taken, or all of the run's own steps if these are as many as the observed run's.
     """
     work, exits, first, last, other_failure = _Work(), "", math.inf, 0.0, ""
     is_completed: bool | None = None
@@ -367,11 +368,11 @@ def shown(observed: Observed, run: RunFolder, *, steps: int) -> tuple[bool | Non
                         return True, event.text
                     answered = answered or event.level == PASS
                 case StepDone(loss=float() as loss) if observed.id == "finite_weights":
-                    # The probe checks the weights only where a loss is not finite. A loss of 0 trains nothing.
+                    # The probe checks the weights only after a loss that is not finite. A loss of 0 trains nothing.
                     is_past = event.step > observed.step
                     answered = answered or (is_past and math.isfinite(loss) and loss != 0)
     if not exits:
-        return None, "nothing watched it to its end"
+        return None, "it was not watched to its end"
     if other_failure:
         return None, f"it failed differently: {other_failure}"
     done = work.steps
@@ -389,13 +390,13 @@ def shown(observed: Observed, run: RunFolder, *, steps: int) -> tuple[bool | Non
         on = f" on {wanted} rows" if rows and wanted else ""
         return None, f"{made}; it takes {steps} steps{on} and {observed.window_s:.0f} s to tell"
     if not answered:
-        return None, f"{made}; {observed.name} was not answered with a pass"
+        return None, f"{made}; {observed.name} logged no pass"
     return False, made
 
 
 def trace_of(run: RunFolder, step: int) -> str:
-    """Return a hash of the losses and rows of a run's steps until `step`, and of how it ended: equal for two runs that
-    computed the same to the bit. Raises RunLogError."""
+    """Return a hash of the losses and rows of a run's steps up to `step`, and of its end. It is equal for two runs
+    with bit-identical computations. Raises RunLogError."""
     digest = hashlib.sha256()
     for log in LOGS:
         for line in lines_of(log_of(run, log)):

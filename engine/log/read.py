@@ -45,16 +45,16 @@ from engine.terminal import clipped
 READ_BYTES = 16 << 20
 """Bytes that one poll reads by default."""
 PART_BYTES = 128 << 10
-"""Bytes of lines that are decoded at once; also the distance between two points of a reader."""
+"""Bytes of lines that are decoded in one call; also the distance between two of a reader's points."""
 NEWEST_BYTES = 8 << 20
-"""Bytes at the end of a log whose steps are decoded whole for a view."""
+"""Bytes at the end of a log whose steps are decoded with all their fields for a view."""
 LONGEST_LINE_BYTES = LOG_LINE.most
 LINES_KEPT = 2000
 """Number of newest lines of a log that a viewer keeps."""
 
 _plain = msgspec.json.Decoder()
 _known = msgspec.json.Decoder(Known)
-# Without its phases a step decodes in half the time.
+# A step without its phases decodes in half the time.
 _rows_alone: Any = StepRow
 for _kind in get_args(Known):
     if _kind is not StepDone:
@@ -72,9 +72,8 @@ def id_of(status: os.stat_result) -> FileId:
 
 
 class BrokenLog(RunLogError):
-    """A log that cannot be read further; `before` holds the events before the fault that no poll has
-    returned. `hole` means that the fault is zeros where lines should be, as a power loss leaves them; the
-    next writer cuts them off."""
+    """A log that cannot be read further; `before` holds the events before the fault that no poll has returned. `hole`
+    means that the fault is zero bytes in place of lines, as after a power loss; the next writer cuts them off."""
 
     def __init__(
         self,
@@ -121,8 +120,8 @@ EventT = TypeVar("EventT", bound=Event)
 FieldPath: TypeAlias = tuple[str, ...]
 """Path of a value in a record: field names and list indices."""
 _PLACEHOLDER = -0.5 * LOG_NUMBER.most
-"""Placeholder for a non-finite number while a record is checked: within the range of measured numbers, outside
-that of times and counts."""
+"""Placeholder for a non-finite number while a record is checked: within the range of measured numbers, but outside
+the ranges of times and counts."""
 
 
 def _take_non_finite(record: dict[str, Any], non_finite: dict[str, str]) -> dict[FieldPath, float]:
@@ -144,7 +143,7 @@ def _take_non_finite(record: dict[str, Any], non_finite: dict[str, str]) -> dict
 
 
 def _with_non_finite(event: EventT, values: dict[FieldPath, float]) -> EventT:
-    """Put the non-finite values into a checked event; a field that only a later version knows is skipped."""
+    """Return a checked event with its non-finite values; a field that only a later version knows is skipped."""
     if not values:
         return event
     fields: dict[str, Any] = {}
@@ -169,15 +168,15 @@ class LogReader:
     """Reads one log from its start and then follows it. A file that does not exist yet reads as empty."""
 
     def __init__(self, path: Path, *, at: Point | None = None, older_as_rows: bool = False) -> None:
-        """Read from the beginning, or from a point that another reader of this log has noted. With `older_as_rows` a
-        step that more than NEWEST_BYTES follow may be a StepRow."""
+        """Read from the beginning, or from a point that another reader of this log has recorded. With
+        `older_as_rows`, a step before the last NEWEST_BYTES of the log may be returned as a StepRow."""
         self.path, self._older_as_rows = path, older_as_rows
         begin = at or Point(0, 0, 0.0, -math.inf)
         self._offset = begin.offset
         self._next_seq = begin.number
         self._file_id: FileId | None = None
         self.points = [begin]
-        """Places about PART_BYTES apart in what has been read; append-only."""
+        """Points about PART_BYTES apart in the lines that have been read; append-only."""
 
     def poll(self, max_bytes: int = READ_BYTES) -> list[AnyEvent]:
         """Return the events since the last call, at most about `max_bytes` of them (at least one line); empty
@@ -204,7 +203,7 @@ class LogReader:
             with open_plain(self.path) as file:
                 status = os.fstat(file.fileno())
                 file_id = id_of(status)
-                # The newline before the offset is read too: it is missing when the file was cut or rewritten.
+                # The newline before the offset is read again: it is missing if the file was cut or rewritten.
                 file.seek(max(0, self._offset - 1))
                 is_other = self._file_id not in (None, file_id)
                 if self._offset and (is_other or file.read(1) != b"\n"):
@@ -251,7 +250,7 @@ class LogReader:
     def _decode(self, lines: bytes, decoder: msgspec.json.Decoder[Any]) -> list[AnyEvent]:
         """Decode the whole lines that follow, and advance past them. Raises BrokenLog."""
         events: list[AnyEvent] = []
-        # In parts: one line with an unusual form must not slow down a long block.
+        # Decode in parts, so that one line of an unusual form does not slow down a long block.
         for part in _parts(lines):
             decoded = self._decode_at_once(part, decoder)
             if decoded is None:
@@ -266,14 +265,14 @@ class LogReader:
     def _decode_at_once(
         self, lines: bytes, decoder: msgspec.json.Decoder[Any] = _known
     ) -> list[AnyEvent] | None:
-        """Decode many lines; None when they have to be decoded one by one."""
+        """Decode many lines in one call; None if they have to be decoded one by one."""
         try:
             events: list[Any] = decoder.decode_lines(lines)
             # `>=`: the record adds one level around the facts.
             facts = (event.facts for event in events if type(event) is FactsRead)
             if any(depth_of(fact) >= JSON_DEPTH.most for fact in facts):
                 return None
-            # Every kind has `nf`.
+            # Every kind of event has `nf`.
             if any(map(attrgetter("nf"), events)):
                 pairs = zip(events, lines.split(b"\n"), strict=False)
                 events = [decode_line(line, "") if event.nf else event for event, line in pairs]
@@ -311,9 +310,9 @@ class LogReader:
             self._advance(lines[: offset - self._offset], events)
             if hole:
                 raise BrokenLog(
-                    f"run log: {where} — expected a record, found zeros: what was written there had "
-                    "not reached the disk when the machine stopped",
-                    hint="`engine distill --resume` goes on from the newest checkpoint",
+                    f"run log: {where} — expected a record, found zeros: the lines there had not reached the disk "
+                    "when the machine stopped",
+                    hint="`engine distill --resume` continues from the newest checkpoint",
                     before=events,
                     hole=True,
                 ) from None
@@ -337,8 +336,8 @@ class LogReader:
 
 
 class RankReader(LogReader):
-    """Reads the log of a rank other than the first. A fault is a note at level error after the sound
-    lines, so that the log of the run is still read."""
+    """Reads the log of a rank other than the first. A fault becomes a note at level error after the sound lines, so
+    that the run's other logs are still read."""
 
     def __init__(self, path: Path, *, at: Point | None = None) -> None:
         super().__init__(path, at=at)
@@ -358,7 +357,7 @@ class RankReader(LogReader):
 
 
 def end_of_lines(block: bytes) -> int:
-    """Return the end of the last whole line, or of the last one before a line that is too long."""
+    """Return the end of the last whole line; if a line is too long, the end of the line before it."""
     end = 0
     while (newline := block.rfind(b"\n", end, end + LONGEST_LINE_BYTES)) >= 0:
         end = newline + 1
@@ -376,7 +375,7 @@ def _parts(lines: bytes) -> Iterator[bytes]:
 
 def writer_is_alive(path: Path) -> bool:
     """Return whether a process holds this log open for writing, according to the kernel's lock. A path that is not a
-    regular file has no writer; reading it reports what it is."""
+    regular file has no writer; reading the log reports such a path."""
     try:
         file = open_plain(path)
     except (FileNotFoundError, NotRegular):
@@ -398,7 +397,7 @@ def writer_is_alive(path: Path) -> bool:
 
 
 class Point(NamedTuple):
-    """A place from which a log can be read again."""
+    """A position from which a log can be read again."""
 
     number: int
     """Number of the line that begins here, from 0."""
@@ -406,25 +405,25 @@ class Point(NamedTuple):
     opened_unix_s: float
     """Wall time of `t_s = 0` in the session that continues here."""
     unix_s: float
-    """No line before this point has a later time."""
+    """Latest time of the lines before this point."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Liveness:
-    """The processes of a run that exist now. It is not part of the log: it is true only at the moment of the query."""
+    """The processes of a run that exist now. It is not part of the log, and valid only at the moment of the query."""
 
     trainer: bool
     supervisor: bool
     boot_id: str = ""
-    """The kernel's boot id; empty when it was not read."""
+    """The kernel's boot id; empty if it was not read."""
     host: str = ""
-    """Name of this machine; empty when it was not read."""
+    """Name of this machine; empty if it was not read."""
     silent_s: float = math.inf
-    """Seconds since a log of the run was written."""
+    """Seconds since the newest write to a log of the run."""
 
 
 def events_of(log: Path) -> Iterator[AnyEvent]:
-    """Yield the events of a possibly long log. Raises BrokenLog after the last sound part."""
+    """Yield the events of a log of any length. Raises BrokenLog after the last sound line."""
     reader = LogReader(log)
     while events := reader.poll():
         yield from events

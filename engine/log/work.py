@@ -1,20 +1,22 @@
-"""Whether run B, which does not show a failure, did the work of run A, which does, step by step up to it (`Worked`).
+"""Decide whether run B, which does not show a failure, did the work of run A, which shows it, step by step up to the
+failure (`Worked`).
 
-B counts as free of the failure only if it did at least what A had done:
+B counts as free of the failure only if it did at least the work that A had done:
 
-    rows        the same rows in each step, by their digests; a row may be mended in its place. After a change of data:
-                as many different rows and pieces of rows, and each sample that A's sampler had asked for
-    judge       as many results that could show the failure: losses and evaluations on the log, calls of the model
-                without gradients on the same rows; half as many verdicts on the identity, which may come later
+    rows        each step has the same rows, by their digests; a row may be corrected at its position. After a change of
+                data: as many distinct rows and parts of rows, and every sample that A's sampler yielded
+    judge       it has as many results that could show the failure: logged losses and evaluations, and calls of the
+                model without gradients on the same rows. For an identity half as many results are enough, because they
+                may come later
     objective   the loss of the first step, before any update, is the same unless the objective or the model was
-                changed; later losses depend on the rows, and as many parameters are trained
+                changed; as many parameters are trained; the outputs and the last losses still depend on the rows
     step        the changed line does not set an integer of the script that grows with each step
     call        the changed line makes the call in which A failed, if A's line made it
-    training    it trains at the same lines, and no identity contradicts it that did not contradict A
-    learning    its loss fell at least half as far as A's until that failed, and does not rise to its end as A's did:
-                a run that hardly learns, or fails later, does not show the failure either
-    cause       where the script itself had judged a number, and so ended A, the change is not of what that check reads,
-                and B computed another number: not the same one under another limit, nor a multiple of it
+    training    it trains at the same lines, and every identity that it contradicts was also contradicted by A
+    learning    its loss fell at least half as far as A's did before the failure, and does not rise until the end as A's
+                did: a run that hardly learns, or fails later, does not show the failure either
+    cause       if A was ended by a check of a number in the script itself, the change is not of a value that the check
+                reads, and B computed a different number: not the same number under another limit, nor a multiple of it
 """
 
 from __future__ import annotations
@@ -49,26 +51,27 @@ from engine.log.own_checks import (
 )
 
 _STEPS = 64
-"""Number of last steps in which a loss may rise."""
+"""Number of last steps that are tested for a rising loss."""
 _SAME_LOSS = 0.02
-"""Largest relative difference of two losses on the same rows, for another precision or order of sums."""
+"""Maximum relative difference of two losses on the same rows that differ only in precision or in the order of
+sums."""
 _ROUNDING = 1e-4
-"""Largest relative difference of two numbers that were computed alike."""
+"""Maximum relative difference of two numbers that were computed in the same way."""
 _PIECES = 0.95
-"""Minimum number of different pieces, relative to A's; below 1, as rows may be drawn at random."""
+"""Minimum number of distinct parts of rows, relative to A's; below 1 because rows may be drawn at random."""
 _STANDS_OUT = 2.0
-"""Minimum ratio of A's largest loss to its median for which B's may not be largest in the same step."""
+"""Minimum ratio of A's largest loss to its median loss from which B's largest loss may not be in the same step."""
 _NOISE = 4.0
-"""Minimum change of a loss, in median differences of two losses in a row, that is more than noise: losses that only
+"""Minimum change of a loss that is more than noise, in median differences of consecutive losses: losses that only
 fluctuate change by up to 3."""
 _LEARNT = 0.5
 """Minimum fall of B's loss, relative to the fall of A's before it failed."""
 _CHANCE = 2.33
 """Number of standard deviations that chance exceeds in 1 % of cases."""
 _IN_A_ROW = 5
-"""Number of losses of which a median is taken."""
+"""Number of losses whose median is taken."""
 DATA, OBJECTIVE, MODEL = KINDS = ("data", "objective", "model")
-"""Kinds of a change that may be registered: what it changes on purpose."""
+"""Kinds of change that may be registered: the part of the training that the change is intended to alter."""
 
 
 def work_left_out(
@@ -84,15 +87,16 @@ def work_left_out(
     scales_updates: bool = False,
     sources: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    """Return what run `b` left out of the work of run `a`, in words; empty if it did all of it, or the logs do not
-    tell. `was` and `now` are the line `key` that was changed for `b`, `kind` is one of KINDS or empty; with `same_rows`
-    steps of the engine must be on the same rows, and with `scales_updates`, where the change may make updates as small
-    as it likes, the loss must fall. `sources` are the texts of A's script by their paths. Raises RunLogError."""
+    """Return, in words, the work of run `a` that run `b` left out; empty if it did all of it, or if the logs do not
+    show it. `was` and `now` are the line `key` before and after the change for `b`; `kind` is one of KINDS or empty.
+    With `same_rows`, the steps of an engine run must be on the same rows. With `scales_updates`, which means that the
+    change can make updates arbitrarily small, the loss must fall. `sources` are the source texts of A's script by
+    path. Raises RunLogError."""
     run_a, run_b = _Run.read(a), _Run.read(b)
     for step, step_b in zip(run_a.done, run_b.done, strict=False) if same_rows else ():
         if step.rows_digest and step_b.rows_digest and step.rows_digest != step_b.rows_digest:
             return f"step {step.step} of B is on other rows than A's"
-    # In its last step, a loss that is not finite may be the failure of A.
+    # A non-finite loss in the last step may be A's failure.
     broken = next((step.step for step in run_b.done if _is_broken(step)), None)
     if broken is not None and not any(map(_is_broken, run_a.done[:-1])):
         return f"its loss is not finite from step {broken} on, and A's was until it failed"
@@ -106,14 +110,14 @@ def work_left_out(
         name: run_b.places.get(name) for name in places if run_b.places.get(name) != places[name]
     }
     if moved:
-        return f"its training is at other lines: {moved}, and {places} in A"
+        return f"it trains at other lines:  {moved}, and {places} in A"
     assigned = assigned_names(now)
-    # Another model may draw other random numbers, and so rows of its own.
+    # Another model may draw other random numbers, and so other rows.
     makes_model = bool(assigned) and assigned <= {
         name.rpartition(".")[2] for name in run_a.names.values()
     }
     named, kind = kind, kind or (MODEL if makes_model else "")
-    # A change may be registered as another kind than it is, so it must pass every rule.
+    # A change may be registered as the wrong kind, so it must pass every rule.
     rules = (
         _missing_samples(run_a, run_b, is_drawn=makes_model)
         if kind in (DATA, MODEL)
@@ -130,13 +134,14 @@ def work_left_out(
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Work of a run, by its log."""
+    """Work of a run, according to its log."""
 
     worked: list[Worked]
     done: list[StepDone]
     places: Mapping[str, str]
     names: Mapping[str, str]
-    """Lines of the script that train, and names of its objects there; none if it did not reach them."""
+    """Lines of the script that train, and the names of its objects in these lines; empty if the script did not reach
+    them."""
     parameters: int
     judged: list[Judged]
     evaluated: list[Evaluated]
@@ -165,7 +170,7 @@ class _Run:
 
     @property
     def losses(self) -> list[float]:
-        """Losses of the steps, as far as they are known one after the other; infinite where not finite."""
+        """Losses of the steps up to the first step without a known loss; a non-finite loss is infinite."""
         known = takewhile(lambda step: step.loss is not None, self.done)
         return [math.inf if _is_broken(step) else step.loss or 0.0 for step in known]
 
@@ -179,8 +184,8 @@ _LISTS = {"rows": "its loader's rows", "called": "the rows that its model is tra
 
 
 def _other_rows(a: _Run, b: _Run) -> Iterator[str]:
-    """Yield where B is not on A's rows. A row may be mended in its place: it is new, and the last row of the step is
-    A's, which distinguishes it from rows that moved up."""
+    """Yield the differences between B's rows and A's. A row may be corrected at its position: it is then new, and the
+    last row of the step is still A's, which distinguishes a corrected row from rows that moved up."""
     for name, noun in _LISTS.items():
         known = {row for step_a in a.worked for row in getattr(step_a, name) or ()}
         new_rows: set[str] = set()
@@ -197,26 +202,27 @@ def _other_rows(a: _Run, b: _Run) -> Iterator[str]:
                 rows_b[at] for at in changed if rows_b[at] in known or rows_b[at] in new_rows
             ]
             if repeated or (changed and changed[-1] == len(rows_a) - 1):
-                yield f"{noun} are others than A's in step {step_a.step}; {_NAME_IT}"
+                yield f"{noun} differ from A's in step {step_a.step}; {_NAME_IT}"
                 break
             new_rows.update(rows_b)
 
 
-_NAME_IT = "a change of data is named so: `data: CHANGE`"
+_NAME_IT = "register a change of data as `data: CHANGE`"
 _NAME_THEM = (
-    "a change of the objective or the model is named so: `objective: CHANGE`, `model: CHANGE`"
+    "register a change of the objective or the model as `objective: CHANGE` or `model: CHANGE`"
 )
 
 
 def _missing_samples(a: _Run, b: _Run, *, is_drawn: bool) -> Iterator[str]:
-    """Yield what a change of data left out: samples that were not asked for, fewer different rows or pieces of rows. If
-    rows are not drawn at random and most of A's are missing, only a run to the end of the script could tell."""
+    """Yield what a change of data left out: samples that the sampler did not yield, and fewer distinct rows or parts
+    of rows. If rows are not drawn at random and most of A's are missing, only a run to the end of the script can show
+    whether they are left out."""
     row_count, count = sum(len(step.called) for step in a.worked), 0
     for step in b.worked:
         count += len(step.called)
         if count >= row_count:
             if step.pieces < _PIECES * a.worked[-1].pieces:
-                yield f"its first {count} rows have {step.pieces} different pieces, A's {a.worked[-1].pieces}"
+                yield f"its first {count} rows have {step.pieces} distinct parts, A's have {a.worked[-1].pieces}"
             break
     for name in ("asked", *_LISTS):
         rows_a, rows_b = (
@@ -225,20 +231,23 @@ def _missing_samples(a: _Run, b: _Run, *, is_drawn: bool) -> Iterator[str]:
         missing = len(rows_a - rows_b)
         if name == "asked":
             if rows_b and missing:
-                yield f"its sampler did not ask for {missing} of the {len(rows_a)} samples that A's had (--steps)"
+                yield f"its sampler did not yield {missing} of the {len(rows_a)} samples that A's did (--steps)"
         elif len(rows_b) < len(rows_a):
-            yield f"it saw {len(rows_b)} different rows, A {len(rows_a)} ({name})"
+            yield f"it had {len(rows_b)} distinct rows, A {len(rows_a)} ({name})"
         elif 2 * missing > len(rows_a) and not b.has_ended and not is_drawn:
-            yield f"{missing} of A's {len(rows_a)} rows were not seen: only a run to its own end tells (--steps)"
+            yield (
+                f"{missing} of A's {len(rows_a)} rows are missing: only a run to the end of the script shows "
+                "whether they come later (--steps)"
+            )
 
 
 def _judged_less(a: _Run, b: _Run, observed: Observed | None) -> Iterator[str]:
-    """Yield which results were judged less often than in A."""
+    """Yield the kinds of results that B has fewer of than A."""
     is_alert = observed is not None and observed.kind == ALERT
     for step_a, step_b in zip(a.done, b.done, strict=False):
         for name in ("loss", "grad_norm")[: 1 + is_alert]:
             if getattr(step_a, name) is not None and getattr(step_b, name) is None:
-                yield f"the {name} of step {step_a.step} is not known, and A's is"
+                yield f"the {name} of step {step_a.step} is not known in B, but known in A"
                 return
     evaluated_a, evaluated_b = (
         [event for event in run.evaluated if event.step <= a.last and event.loss is not None]
@@ -258,11 +267,12 @@ def _judged_less(a: _Run, b: _Run, observed: Observed | None) -> Iterator[str]:
     if observed is not None and observed.kind == IDENTITY:
         counts = [run.worked[-1].judged.get(observed.id, 0) for run in (a, b)]
         if 2 * counts[1] < counts[0]:
-            yield f"{observed.name} was judged {counts[1]} times, and {counts[0]} times in A"
+            yield f"{observed.name} has {counts[1]} results, and {counts[0]} in A"
 
 
 def _other_objective(a: _Run, b: _Run, kind: str, observed: Observed | None) -> Iterator[str]:
-    """Yield why B trains for another objective than A, or for none. An identity judges the objective itself."""
+    """Yield the reasons why B trains for another objective than A, or for none. The first loss and its scale are not
+    compared for an identity, which itself judges the objective."""
     first_a, first_b = ([step.loss for step in run.done if step.step == 1] for run in (a, b))
     compares = kind == "" and observed is not None and observed.kind in ("exit", "alert")
     for loss_a, loss_b in zip(first_a, first_b, strict=False) if compares else ():
@@ -285,20 +295,21 @@ def _other_objective(a: _Run, b: _Run, kind: str, observed: Observed | None) -> 
 
 
 def _largest_there_too(a: _Run, b: _Run) -> Iterator[str]:
-    """Yield the step in which A's loss is far above the others, if B's is largest in it too: any growing function of
-    A's loss is, such as its logarithm."""
+    """Yield the step in which A's loss is far above its others, if B's loss is also largest in that step. That is so
+    for every increasing function of A's loss, such as its logarithm."""
     losses_a, losses_b = a.losses, b.losses[: len(a.losses)]
     if len(losses_a) > 2 and losses_b:
         at = losses_a.index(max(losses_a))
         stands_out = losses_a[at] >= _STANDS_OUT * statistics.median(losses_a)
         if at > 0 and stands_out and at < len(losses_b) and losses_b[at] >= max(losses_b):
-            yield f"the change is of the scale of its loss, which is largest in step {at + 1} too"
+            yield f"the change only rescales the loss, which is also largest in step {at + 1}"
 
 
 def _learnt_less(
     a: _Run, b: _Run, kind: str, observed: Observed | None, *, scales_updates: bool
 ) -> Iterator[str]:
-    """Yield that B's loss fell less than A's had, or rises to its end as A's did. An identity judges how it trains."""
+    """Yield that B's loss fell less than A's, or rises until the end as A's did. Not for an identity, which itself
+    judges the training."""
     losses_a, losses_b = a.losses, [loss for loss in b.losses if math.isfinite(loss)]
     if observed is None or observed.kind == IDENTITY or not losses_a:
         return
@@ -316,7 +327,7 @@ def _learnt_less(
 
 
 def _fall(losses: Sequence[float]) -> float:
-    """Return how far a loss falls; 0 where that may be noise, or where too few are known."""
+    """Return how far a loss falls; 0 if the fall may be noise, or if too few losses are known."""
     finite = [loss for loss in losses if math.isfinite(loss)]
     if len(finite) < 2 * _IN_A_ROW:
         return 0.0
@@ -329,15 +340,15 @@ def _fall(losses: Sequence[float]) -> float:
 
 
 def _rises(losses: Sequence[float]) -> bool:
-    """Return whether losses rise by more than chance, by the test of Mann and Kendall: the number of pairs whose later
-    one is larger, against that in any order."""
+    """Return whether losses rise by more than chance, by the Mann-Kendall test: the number of pairs whose later loss
+    is larger, compared with its distribution under random order."""
     last = losses[-_STEPS:]
     n, signs = len(last), sum((y > x) - (y < x) for x, y in combinations(last, 2))
     return signs - 1 > _CHANCE * math.sqrt(n * (n - 1) * (2 * n + 5) / 18)
 
 
 def _own_check(observed: Observed | None, sources: Mapping[str, str]) -> OwnCheck:
-    """Return the check by which the script itself ended A; empty if something else did."""
+    """Return the check of the script that ended A; empty if something else ended it."""
     if observed is None or observed.kind != "exit":
         return OwnCheck()
     place = raised_at(observed)
@@ -346,7 +357,8 @@ def _own_check(observed: Observed | None, sources: Mapping[str, str]) -> OwnChec
 
 
 def changed_by(key: str, was: str, now: str) -> set[str]:
-    """Return what a change names: a line and what it assigns, options of a command, or a variable."""
+    """Return the names that a change touches: a line and the names that it assigns, options of a command, or a
+    variable."""
     if ":" in key:
         return {key, *changed_names(was, now)}
     options = {word.partition("=")[0] for word in now.split() if word.startswith("--")}
@@ -354,8 +366,8 @@ def changed_by(key: str, was: str, now: str) -> set[str]:
 
 
 def _unjudged(a: _Run, b: _Run, kind: str, check: OwnCheck, changed: set[str]) -> Iterator[str]:
-    """Yield why the check by which the script itself ended A was not asked of another computation: the change is of
-    what it reads, or B computed what A did, up to the scale of its loss."""
+    """Yield the reasons why the script's check that ended A did not judge a different computation in B: the change is
+    of a value that the check reads, or B computed the same as A except for the scale of its loss."""
     end = a.worked[-1]
     is_in_step = end.failed and bool(end.called or end.rows)
     if not (end.raised or check.lines):
@@ -363,7 +375,7 @@ def _unjudged(a: _Run, b: _Run, kind: str, check: OwnCheck, changed: set[str]) -
     for name in sorted(
         changed & (check.constants | {f"{file}:{line}" for file, line in check.lines})
     ):
-        yield f"it changes `{name}`, by which the script itself judges, so the number judged may be as it was"
+        yield f"it changes `{name}`, which the script's own check uses, so the checked number may be unchanged"
     if a.done and check.lines and not check.loops and not b.has_ended:
         yield "A failed after its last step, and B was ended before its own (--steps)"
     if not (a.done or is_in_step):
@@ -374,13 +386,13 @@ def _unjudged(a: _Run, b: _Run, kind: str, check: OwnCheck, changed: set[str]) -
             if rows_a != (rows_b[: len(rows_a)] if step_a.failed else rows_b):
                 return
     for name in sorted(changed & check.reads) if kind == "" else ():
-        yield f"it changes `{name}`, which the script itself judges; {_NAME_THEM}"
+        yield f"it changes `{name}`, which the script's own check reads;  {_NAME_THEM}"
     answers = (
         _is_alike(*pair)
         for steps in zip(a.worked, b.worked, strict=False)
         for pair in zip(*(step.answers for step in steps), strict=False)
     )
-    # The script may have judged its time.
+    # The check may be of the duration.
     if a.parameters != b.parameters or not all(answers) or 2 * b.step_s < a.step_s:
         return
     at = end.step if is_in_step or not end.failed else end.step - 1
@@ -397,7 +409,10 @@ def _unjudged(a: _Run, b: _Run, kind: str, check: OwnCheck, changed: set[str]) -
     if is_in_step and end.held and at in losses_b:
         is_same = is_same and any(_is_alike(losses_b[at] / scale, held) for held in end.held)
     if is_same:
-        yield f"it computed what A did until step {at}: the change is of {text}what raises, not of the training"
+        yield (
+            f"it computed what A did until step {at}: the change is of {text}the code that raises, not of the "
+            "training"
+        )
     elif kind == OBJECTIVE:
         yield from _largest_there_too(a, b)
 
@@ -407,7 +422,7 @@ def _is_alike(left: float, right: float) -> bool:
 
 
 def _new_contradictions(a: _Run, b: _Run) -> Iterator[str]:
-    """Yield each identity that contradicts B and did not contradict A."""
+    """Yield each identity that B contradicts and A does not."""
     wrong_a, wrong_b = (
         {
             judged.id: judged
@@ -417,12 +432,12 @@ def _new_contradictions(a: _Run, b: _Run) -> Iterator[str]:
         for run in (a, b)
     )
     for id_ in sorted(wrong_b.keys() - wrong_a.keys()):
-        yield f"{wrong_b[id_].text}, and not in A"
+        yield f"{wrong_b[id_].text}, which is not so in A"
 
 
 def _missing_calls(a: _Run, key: str, was: str, now: str) -> Iterator[str]:
-    """Yield each call that led to A's failure if the changed line does not make it, makes it only on a condition, or
-    assigns its name."""
+    """Yield each call on the way to A's failure that the changed line no longer makes, makes only under a condition,
+    or whose name it assigns."""
     calls_before, calls_after = (
         {name for tree in parse_line(text) for name in _calls_always(tree)} for text in (was, now)
     )
@@ -434,7 +449,8 @@ def _missing_calls(a: _Run, key: str, was: str, now: str) -> Iterator[str]:
 
 
 def _calls_always(node: ast.AST) -> Iterator[str]:
-    """Yield the names of what code calls whenever it runs; in a condition, only what is evaluated first."""
+    """Yield the names that code calls whenever it runs; of a condition, only the calls in the operand that is
+    evaluated first."""
     if isinstance(node, ast.Call):
         yield ast.unparse(node.func).rpartition(".")[2]
     first = {ast.BoolOp: "values", ast.IfExp: "test", ast.If: "test"}.get(type(node))
@@ -450,7 +466,7 @@ _LATER = (
     *(ast.Lambda, ast.FunctionDef, ast.ClassDef, ast.ListComp, ast.SetComp, ast.DictComp),
     *(ast.GeneratorExp, ast.For, ast.While, ast.With, ast.Try),
 )
-"""Code that does not run where it is written, may run for no item, or whose failure may be caught."""
+"""Code that runs elsewhere or later, may not run for any item, or whose exceptions may be caught."""
 
 
 def _is_broken(step: StepDone) -> bool:
@@ -460,8 +476,8 @@ def _is_broken(step: StepDone) -> bool:
 def _other_counts(
     a: _Run, b: _Run, assigned: Container[str], newly: Container[str]
 ) -> Iterator[str]:
-    """Yield each variable that grows with the steps of A and is set otherwise in B. `assigned` are the names that the
-    changed line assigns, `newly` those that it did not assign before."""
+    """Yield each variable that grows with the steps of A and that B sets differently. `assigned` are the names that
+    the changed line assigns, `newly` those that it did not assign before."""
     for name in sorted({name for step in a.worked for name in step.counters}):
         values_a, values_b = (
             [step.counters.get(name) for step in run.worked if not step.failed] for run in (a, b)

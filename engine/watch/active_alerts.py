@@ -1,11 +1,11 @@
 """Track which alerts are active between one evaluation of the rules and the next.
 
-A rule judges one moment. `ActiveAlerts` turns its results into an alert that is raised once, stays active,
-and is cleared once. It is raised at once, since every rule already needs a window of evidence, and cleared
-when the rule has seen nothing wrong for its `clear_after_s` without a break. A rule that cannot judge changes
-nothing. Each time the same alert returns, the quiet time needed to clear it doubles, up to LONGEST_QUIET_S: a
-number that hovers at its threshold gives a handful of log lines and not a thousand. Stalls are the exception:
-a stall is over with the trainer's first line, and the next stall is a new alert.
+A rule judges one moment. `ActiveAlerts` turns its results into an alert that is raised once, stays active, and is
+cleared once. It is raised at once, since every rule already needs a window of evidence, and cleared when the rule has
+found nothing for `clear_after_s` without interruption. A rule that cannot judge changes nothing. Each time the same
+alert returns, the quiet time needed to clear it doubles, up to LONGEST_QUIET_S: a number that hovers at its threshold
+gives a few log lines and not a thousand. Stalls are the exception: a stall is over when the trainer writes a line,
+and the next stall is a new alert.
 
 A rule that raises an error is reported in a note, once, and not evaluated again: a bug in a rule must neither
 end the supervisor nor go unnoticed.
@@ -23,14 +23,14 @@ from engine.watch.rules import RULES
 from engine.watch.rules.rule import Case, Rule, Unknown
 
 LONGEST_QUIET_S = 3600.0
-"""Longest time without a symptom, in seconds, that clearing an alert takes."""
+"""Maximum time without a symptom, in seconds, after which an alert is cleared."""
 
 
 class ActiveAlerts:
     def __init__(self, rules: Sequence[Rule] = RULES) -> None:
         self.rules = rules
         self.answers: dict[str, Judged | Unknown | None] = {}
-        """The latest result of each rule."""
+        """The newest result of each rule."""
         self.broken: dict[str, str] = {}
         """Rules that raised an error, with the error."""
         self._active_since: dict[str, float] = {}
@@ -94,7 +94,7 @@ class ActiveAlerts:
         if since_s is None:
             return []
         quiet_s = now_s - self._quiet_since.setdefault(id, now_s)
-        # The exponent is bounded too: counts are unbounded and a float would overflow.
+        # The exponent is bounded because counts are not, and a float would overflow.
         doubled = 2.0 ** min(self._times_raised[id] - 1, 20)
         needed_s = min(rule.clear_after_s * doubled, LONGEST_QUIET_S)
         if quiet_s < needed_s:

@@ -1,4 +1,4 @@
-"""The one table of crashes in text logs: the words that trainings print, their proof, and the remedy."""
+"""The table of crashes in text logs: the text that trainings print, what it proves, and the remedy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Crash(NamedTuple):
-    """A kind of crash, by its words in a text."""
+    """A kind of crash, with the pattern of the text that it prints."""
 
     what: str
     words: re.Pattern[str]
@@ -23,35 +23,37 @@ CRASHES = (
     _crash(
         "CUDA out of memory",
         r"CUDA out of memory|CUDA error: out of memory|OutOfMemoryError",
-        "an allocation on the GPU was refused; the line says how much was asked for and how much was free",
+        "an allocation on the GPU failed; the line has the requested size and the free memory",
         "a smaller batch, shorter sequences or gradient checkpointing; see who else is on that GPU",
     ),
     _crash(
         "a NCCL collective timed out",
         r"Watchdog caught collective operation timeout|NCCL.{0,40}tim(?:ed ?out|eout)",
-        "a rank did not enter the collective in time: it waited elsewhere or was dead; not why",
+        "a rank did not enter the collective in time: it waited elsewhere or had died; the reason is not in this line",
         "look for the rank with the lowest sequence number or the first error in the logs of all ranks",
     ),
     _crash(
         "a DataLoader worker was killed",
         r"DataLoader worker \(pid.{0,60}(?:killed by signal|exited unexpectedly)",
-        "a process that reads data died; for `Killed` or `Bus error` most often host memory or /dev/shm was full",
-        "fewer workers, or more shared memory (docker: --shm-size); look at the kernel's log for its pid",
+        "a process that reads data died; after `Killed` or `Bus error`, most often because host memory or /dev/shm "
+        "was full",
+        "fewer workers, or more shared memory (docker: --shm-size); look for the worker's pid in the kernel's log",
     ),
     _crash(
         "a device-side assertion failed",
         r"device-side assert",
-        "a kernel got an index out of its range, most often a label or a token; the Python line is of a later call",
+        "a kernel got an index out of range, most often a label or a token; the traceback shows a later Python line",
         "run with CUDA_LAUNCH_BLOCKING=1, or on the CPU, and compare labels with the number of classes",
     ),
     _crash(
         "the process was killed",
         r"^Killed$|exitcode *: -9\b|Signal 9 \(SIGKILL\)",
-        "it was ended by SIGKILL: by the kernel for lack of memory, a scheduler or a person; not by which",
+        "it was ended by SIGKILL, sent by the kernel for lack of memory, by a scheduler or by a person; this line "
+        "does not tell which",
         "look at the kernel's log (`dmesg`) and at the scheduler's",
     ),
 )
-"""Known crashes, those that explain others first."""
+"""Known crashes; a crash that explains others comes before them."""
 CRASHED = re.compile("|".join(f"(?:{crash.words.pattern})" for crash in CRASHES))
 TRACEBACK = "Traceback (most recent call last):"
 EXCEPTION = re.compile(
@@ -60,5 +62,5 @@ EXCEPTION = re.compile(
 
 
 def about_crash(reason: str) -> Crash | None:
-    """Return the crash that a reason begins with; None for any other reason."""
+    """Return the known crash whose text `reason` begins with; None if there is none."""
     return next((crash for crash in CRASHES if reason.startswith(crash.what)), None)

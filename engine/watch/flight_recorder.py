@@ -1,17 +1,17 @@
 """Name the collective in which ranks hang, from the flight recorders of torch's NCCL groups.
 
-A rank whose recorder is on (TORCH_FR_BUFFER_SIZE, or TORCH_NCCL_TRACE_BUFFER_SIZE in earlier versions; on by itself in
-some) keeps its newest collectives in a ring. It writes them to a file when a process writes to its named pipe, from a
-thread of its own that answers while the others wait in the GPU:
+A rank whose recorder is on (TORCH_FR_BUFFER_SIZE, or TORCH_NCCL_TRACE_BUFFER_SIZE in earlier versions; the default in
+some) keeps its newest collectives in a ring buffer. When a process writes to the rank's named pipe, a thread of the
+rank writes them to a file, even while its other threads wait for the GPU:
 
-    variables   where pipes and files are, for the environment of a command; what is set there already stays
+    variables   return the environment variables with the paths of pipes and files; variables already set are kept
     ask         write to each pipe; a rank answers within some seconds
-    read        the files, each a pickle of plain containers; one that names a class is refused
-    sentence    which rank is missing from which collective, or how the ranks' collectives differ
+    read        read the files, each a pickle of plain containers; a pickle that names a class is refused
+    sentence    name the rank that is missing from a collective, or the difference between the ranks' collectives
 
-Collectives of a group have numbers (`collective_seq_id`) that are the same on all of its ranks. Where the newest of a
-rank is lower than another's, the rank has not entered what the other waits in; where two ranks have a number in
-different collectives, or of different sizes, neither can end.
+The collectives of a group have numbers (`collective_seq_id`) that are the same on all of its ranks. A rank whose
+newest number is lower than another's has not entered the collective in which the other waits. If two ranks have the
+same number for different collectives or sizes, neither can complete.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from typing import Any, BinaryIO
 from engine.files import open_plain
 
 LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python", "<frozen ")
-"""Parts of the paths of library files, as opposed to the user's."""
+"""Substrings of the paths of library files, as opposed to the user's files."""
 
 FOLDER = "flight"
 ANSWER_S = 15.0
-"""Time to wait for an answer, in seconds. A rank checks its pipe once a second, and needs some seconds to answer."""
+"""Time to wait for an answer, in seconds. A rank checks its pipe once a second and takes some seconds to write."""
 LARGEST_BYTES = 256 << 20
 """Maximum size of a recording in bytes; a larger one is refused."""
 _PIPE, _TRACE = "ask-", "rank-"
@@ -42,15 +42,15 @@ DONE = "completed"
 
 
 def variables(run: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that let the ranks of a command be asked, and make the folder that they name.
-    They do not turn the recorder on."""
+    """Return the environment variables with the paths of the pipes and files of a command's ranks, and make their
+    folder. They do not turn the recorder on."""
     folder = (run / FOLDER).absolute()
     wanted = {
         "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(folder / _PIPE),
         "TORCH_FR_DUMP_TEMP_FILE": str(folder / _TRACE),
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(folder / _TRACE),
     }
-    # If the user has set one, the files stay where the user expects them.
+    # A variable that the user has set is kept, so that the files are where the user expects them.
     if any(name in environ for name in wanted):
         return {}
     folder.mkdir(exist_ok=True)
@@ -58,12 +58,12 @@ def variables(run: Path, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def ask(run: Path) -> float | None:
-    """Ask every rank for its newest collectives. Returns the time at which they were asked (unix seconds); None when
-    there is no rank that can answer."""
+    """Request the newest collectives of every rank. Return the time of the request (unix seconds); None if no rank
+    can answer."""
     asked_unix_s, asked = time.time(), 0
     for pipe in sorted((run / FOLDER).glob(f"{_PIPE}*.pipe")):
         try:
-            # O_NONBLOCK: without it, opening the pipe of a process that is gone waits for a reader for ever.
+            # Without O_NONBLOCK, opening the pipe of a process that has ended would wait for a reader for ever.
             number = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             if error.errno not in (errno.ENXIO, errno.ENOENT):
@@ -88,7 +88,7 @@ class Collective:
     state: str
     """scheduled, started or completed."""
     at: str
-    """Innermost line outside libraries, `file:line in function`; empty if frames are not recorded."""
+    """Innermost frame outside libraries, `file:line in function`; empty if frames are not recorded."""
 
     @property
     def what(self) -> str:
@@ -108,19 +108,20 @@ class Trace:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Makes containers, numbers and text. A pickle that names anything else could run code."""
+    """An unpickler of containers, numbers and text only: a pickle that names a class could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
 def read(run: Path, since_unix_s: float) -> tuple[list[Trace], list[str]]:
-    """Return the recordings that ranks have written since then, and reasons why files could not be read."""
+    """Return the recordings that ranks have written since `since_unix_s`, and the reasons why files could not be
+    read."""
     traces, refused = [], []
     for path in sorted((run / FOLDER).glob(f"{_TRACE}*")):
         rank = path.name.removeprefix(_TRACE)
         try:
-            # File times have a coarser clock.
+            # The clock of file times is coarser.
             if not rank.isdecimal() or path.stat().st_mtime < since_unix_s - 1:
                 continue
             with open_plain(path) as file:
@@ -179,7 +180,7 @@ def _collective(entry: Mapping[str, Any]) -> Collective:
 
 
 def _lines(frames: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the lines of a stack, innermost first, that are not of a library."""
+    """Yield the frames of a stack outside libraries, innermost first."""
     for frame in frames:
         file = str(frame.get("filename", ""))
         if file and not any(part in file for part in LIBRARIES):
@@ -187,13 +188,14 @@ def _lines(frames: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def has_answered(run: Path, since_unix_s: float) -> bool:
-    """Return whether every rank that has a pipe has written a whole answer since then."""
+    """Return whether every rank with a pipe has written a complete file since `since_unix_s`."""
     traces, refused = read(run, since_unix_s)
     return not refused and len(traces) >= len(list((run / FOLDER).glob(f"{_PIPE}*.pipe")))
 
 
 def sentence(traces: Sequence[Trace]) -> str:
-    """Name the collective in which the ranks hang, and the rank that causes it; empty where no collective is open."""
+    """Name the collective in which the ranks hang, and the rank that causes it; empty if all collectives have
+    completed."""
     for group in sorted({group for trace in traces for group in trace.newest}, key=_sort_key):
         of_group = [trace for trace in traces if group in trace.newest]
         if text := _sentence_of_group(group, of_group, _members(group, traces)):
@@ -219,7 +221,7 @@ def _sentence_of_group(group: str, traces: Sequence[Trace], members: tuple[int, 
     ]
     if not pending:
         return ""
-    # Later collectives wait for the first that has not completed.
+    # Later collectives wait for the first one that has not completed.
     number = min(collective.number for collective in pending)
     entered = {t.rank: t.recorded[group, number] for t in traces if (group, number) in t.recorded}
     waiting = {rank: one for rank, one in entered.items() if one.state != DONE}

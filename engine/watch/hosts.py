@@ -1,8 +1,9 @@
-"""The hosts of a run over several machines: which of them this one is, and which one was lost.
+"""The hosts of a run over several machines: the number of this host, and the detection of lost hosts.
 
-Each host has an agent of torchrun for its ranks, and a supervisor of its own that samples the machine. Further hosts
-record how their agent ended at once. The first one waits for these records before it writes its own, the end of the
-run; a further host then waits for that of the first. A host whose supervisor ended without a record is lost.
+Each host has an agent of torchrun for its ranks, and a supervisor that samples the machine. When the agent of a host
+other than the first ends, its supervisor records that at once. The first host waits for these records before it
+records the end of the run, and the other hosts wait for that record. A host whose supervisor ended without a record
+is lost.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ _PLACE = re.compile(r"(\d{1,5})/(\d{1,5})@([^\s@]+:\d{1,5})", re.ASCII)
 
 
 class Place(NamedTuple):
-    """This host among those of a run; as text `1/2@node0:29400`."""
+    """The number of this host in a run over several hosts; as text `1/2@node0:29400`."""
 
     number: int
     hosts: int
     meet: str
-    """Host and port at which the agents meet; the first host listens there."""
+    """Address at which the agents meet (HOST:PORT); the first host listens there."""
 
     @classmethod
     def parse(cls, text: str) -> Place:
@@ -45,7 +46,7 @@ class Place(NamedTuple):
         return f"{self.number}/{self.hosts}@{self.meet}"
 
     def ranks(self, world: int) -> range:
-        """Return the ranks on this host. Raises UsageError where the hosts cannot have equally many."""
+        """Return the ranks on this host. Raises UsageError if the ranks cannot be divided equally over the hosts."""
         per_host, rest = divmod(world, self.hosts)
         if rest or not per_host:
             raise UsageError(

@@ -2,21 +2,21 @@
 
 `MemoryGuard` ends a run before its machine hangs for lack of memory. Where GPU and host share memory a
 machine can hang without the kernel's OOM killer ever running: no user can log in to stop the run, and the
-counters that would prove the cause stay at zero. Two readings together warn of this; each alone is harmless:
+counters that would prove the cause stay at zero. Two readings together warn of this; each of them alone is harmless:
 
     MemAvailable    under FLOOR_SHARE of the memory, at least FLOOR_LEAST_BYTES and at most
                     FLOOR_MOST_BYTES: what the page cache holds counts as available
     PSI full avg10  at least PRESSURE_PCT: the share of the last 10 s in which every process waited
                     for memory
 
-When both have held for HELD_S the trainer is asked to save and stop; if both still hold GRACE_S later it is
-ended. A kernel without PSI lacks the second reading: then the guard is off, which is reported once.
+When both conditions have held for HELD_S, the trainer is asked to save and stop; if both still hold GRACE_S later, it
+is killed. On a kernel without PSI the second reading is missing: the guard is then off, which is reported once.
 
-`ClockWatch` reports when the machine slept or its wall clock was set while a run went on. It compares three
-clocks at every poll: monotonic time, which stops while the machine is suspended; boot time, which does not;
-and wall time, which people and NTP may set. Durations in the logs use the monotonic clock, so neither event
-lengthens one. Times of day after a clock step do not fit those before it, and a duration measured across a
-suspension means nothing.
+`ClockWatch` reports when the machine slept or its wall clock was set while a run went on. It compares three clocks at
+every poll: monotonic time, which stops while the machine is suspended; boot time, which does not; and wall time,
+which people and NTP may set. Durations in the logs use the monotonic clock, so neither event lengthens one. But times
+of day before and after a clock step do not fit together, and a duration across a suspension leaves out the
+suspension.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ PRESSURE_PCT = 20.0
 HELD_S = 5.0
 GRACE_S = 15.0
 LEAST_JUMP_S = 1.0
-"""A shorter jump is an NTP correction, or the time between two readings."""
+"""Smallest jump that is reported, in seconds: a shorter one is an NTP correction, or the time between two
+readings."""
 SUSPENDED = "the machine was suspended for"
 
 
@@ -44,11 +45,11 @@ class MemoryActions:
     """Actions to take because of the machine's memory."""
 
     low: bool = False
-    """Sync the readings now: they may be the last."""
+    """Whether to sync the readings to disk now, because they may be the last."""
     stop: bool = False
-    """Ask the trainer to stop."""
+    """Whether to ask the trainer to stop."""
     end: bool = False
-    """End the trainer now."""
+    """Whether to kill the trainer now."""
     why: str = ""
     """Readings that caused `stop` or `end`, or the reason why the guard is off."""
 
@@ -65,7 +66,7 @@ class MemoryGuard:
         self._has_reported = False
 
     def check(self) -> MemoryActions:
-        """Check once; meant to be called once a second. `stop` and `end` are each returned once."""
+        """Check the readings; to be called once a second. `stop` and `end` are each returned once."""
         memory, (_, full) = self._host.memory(), self._host.psi_memory_pct()
         available, total = memory.available_bytes.number, memory.total_bytes.number
         if available is None or total is None or full.number is None:
@@ -112,7 +113,7 @@ class ClockWatch:
         return boot - monotonic, wall - boot
 
     def check(self) -> list[str]:
-        """Describe what happened to the clocks since the last call, one sentence each."""
+        """Return one sentence for each suspension and clock step since the last call."""
         before, self._last_offsets = self._last_offsets, self._offsets()
         slept, set_by = (new - old for new, old in zip(self._last_offsets, before, strict=True))
         changes = []

@@ -1,4 +1,5 @@
-"""Runs as metrics, in text that is both OpenMetrics 1.0 and Prometheus's older format; unknown values have no sample.
+"""Write the metrics of runs as text that is valid in OpenMetrics 1.0 and in Prometheus's older format. An unknown
+value has no sample.
 
 apr_run_step{run="kd-1",host="node7"} 120
 apr_run_verdict{run="kd-1",host="node7",level="suspect"} 1
@@ -28,9 +29,13 @@ _RUN_METRICS: dict[str, tuple[str, Callable[[RunRow], float | None]]] = {
 }
 """Help text of each metric of a run, and its value."""
 _GPU_METRICS: dict[str, tuple[str, str, float]] = {
-    "utilization_ratio": ("Share of the time in which any kernel ran.", "gpu_util_pct", 0.01),
-    "memory_used_bytes": ("Memory that all processes use.", "gpu_mem_used_bytes", 1.0),
-    "memory_bytes": ("Memory of the GPU.", "gpu_mem_total_bytes", 1.0),
+    "utilization_ratio": (
+        "Share of the time in which at least one kernel ran.",
+        "gpu_util_pct",
+        0.01,
+    ),
+    "memory_used_bytes": ("GPU memory used by all processes.", "gpu_mem_used_bytes", 1.0),
+    "memory_bytes": ("Total memory of the GPU.", "gpu_mem_total_bytes", 1.0),
     "power_watts": ("Power draw.", "gpu_power_w", 1.0),
     "power_limit_watts": ("Power limit.", "gpu_power_limit_w", 1.0),
     "temperature_celsius": ("Temperature.", "gpu_temperature_c", 1.0),

@@ -1,11 +1,11 @@
-"""Messages to the receivers of a run: it ended, its verdict got worse, it stalls. Each is sent once a run; the end,
-once a session.
+"""Send messages about a run: it ended, its verdict got worse, it stalls. Each message is sent once per run; the
+message about the end, once per session.
 
-    observer.tick ------> Notices.tick: the verdict of the view, every EVALUATE_EVERY_S; how earlier messages arrived
-    the end recorded ---> Notices.close: the last message, and LIMIT_S at most for what is still being sent
+    observer.tick ------> Notices.tick: check the verdict every EVALUATE_EVERY_S; record the results of earlier
+    messages the end recorded ---> Notices.close: send the last message, and wait at most LIMIT_S for unfinished ones
 
-Threads send them (`engine.notify.send`). A record `notified` in the watch log says who got a message and
-who did not, so a resumed run does not repeat one.
+Threads send them (`engine.notify.send`). An event `notified` in the watch log records which receivers got a message,
+so that a resumed run does not repeat it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from engine.watch.verdict_line import SUSPECT, WRONG, RunVerdict, verdict_of
 from engine.watch.watcher import EVALUATE_EVERY_S, STALLS
 
 READ_SHARE = 0.99
-"""Share of the logs, 0 to 1, that must have been read: an alert in the middle of a log may be over by its end."""
+"""Share of the logs, 0 to 1, that must have been read before a message is sent: an alert in the middle of a log may
+be over by its end."""
 
 
 class Notices:
@@ -54,12 +55,12 @@ class Notices:
         verdict = verdict_of(follower.view, "running", self._run.path.absolute())
         if any(stall in follower.view.alerts for stall in STALLS):
             self._send(STALLED, STALLED, follower.view, verdict)
-        # A stall is a verdict too, and one message is enough.
+        # A stall also makes the verdict worse, and one message is enough.
         if verdict.level in (SUSPECT, WRONG) and verdict.id not in {f"{ALERT} {s}" for s in STALLS}:
             self._send(WORSE, f"{WORSE} {verdict.level}", follower.view, verdict)
 
     def close(self, follower: Follower, *, ended: bool = True) -> None:
-        """Send that the run ended, as its log says now, and wait for what is being sent."""
+        """Send the message that the run ended, and wait for unfinished messages."""
         if ended:
             with suppress(RunLogError):
                 follower.read_all()
@@ -111,7 +112,7 @@ class Notices:
 
 
 def _sent_earlier(run: RunFolder) -> set[str]:
-    """Return the keys of the messages of earlier sessions, without those about their ends."""
+    """Return the keys of the messages of earlier sessions, except messages about the end of a session."""
     sent: set[str] = set()
     with suppress(RunLogError):
         for event in events_of(run.watch):

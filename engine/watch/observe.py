@@ -1,7 +1,7 @@
 """Observe the process of a run from outside: sample the machine, follow the logs, and record how it ended.
 
-Nothing here starts, stops or signals anything. The supervisor of the engine's trainer (`engine.watch.supervisor`)
-and that of a watched command (`engine.attach.supervisor`) are built on it.
+Nothing here starts, stops or signals a process. Two supervisors are built on it: that of the engine's trainer
+(`engine.watch.supervisor`) and that of a watched command (`engine.attach.supervisor`).
 """
 
 from __future__ import annotations
@@ -62,16 +62,16 @@ class RunObserver:
         process: Callable[[RunView, Beat | None], tuple[int, str]] | None = None,
         attached_pids: Callable[[], Sequence[int]] | None = None,
     ) -> None:
-        """`stop(why, now)` is called where a setting of the run says that a stall ends it. `process` returns the
-        process that trains, where `pid` may only have started it, or a rank of it, and the file to which it writes
-        its stacks. `attached_pids` returns the processes that train, the first of them first, where `pid` was
-        already running and no probe inside it reports them."""
+        """`stop(why, now)` is called at a stall if the run's settings say that a stall ends it. `process` returns the
+        process that trains (which `pid` may only have started) or one of its ranks, and the file to which that
+        process writes its stacks. If `pid` was already running, so that no probe inside it reports the training
+        processes, `attached_pids` returns them, the first rank first."""
         self.run, self.pid, self.watch, self.device = run, pid, watch, device
         self._is_first = not run.host
-        """Whether this is the first host: what concerns the run and not a machine is done there alone."""
+        """Whether this is the first host, which alone does what concerns the whole run and not one machine."""
         self._begun_s = time.monotonic()
         self.before = read_kill_counters(pid=pid)
-        """The kernel's counters at the start; those at the end are compared with them."""
+        """The kernel's counters at the start, with which the counters at the end are compared."""
         self._sample_seconds = sample_seconds
         self._guard, self._clocks = MemoryGuard(), ClockWatch()
         self._integrated_gpu = False
@@ -99,7 +99,8 @@ class RunObserver:
         self._next_sample_s = self._next_tick_s if self._sample_seconds else math.inf
 
     def tick(self) -> MemoryActions:
-        """Do what is due: sample, read the logs, evaluate the rules. Returns what the machine's memory demands."""
+        """Sample, read the logs and evaluate the rules, each when it is due. Return the actions that the machine's
+        memory requires."""
         if time.monotonic() >= self._next_sample_s:
             self._next_sample_s = max(self._next_sample_s + self._sampler.tick_s, time.monotonic())
             self._sample()
@@ -108,7 +109,7 @@ class RunObserver:
         if self.notices is not None:
             self.notices.tick(self.watcher.follower)
         actions = self._check_machine()
-        # Missed ticks (a suspended machine) are skipped, not made up for.
+        # Missed ticks (a suspended machine) are skipped.
         self._next_tick_s = max(self._next_tick_s + TICK_S, time.monotonic())
         return actions
 
@@ -141,8 +142,8 @@ class RunObserver:
         lost_hosts: str = "",
         is_ours: bool = True,
     ) -> None:
-        """Write how the process ended. `finished` says that it recorded the end of its work itself; `lost_hosts`, that
-        it could not go on without other machines; `is_ours`, that its exit codes have the meaning of the engine's."""
+        """Write how the process ended. `finished`: it recorded its own end. `lost_hosts`: it could not continue
+        without other machines. `is_ours`: its exit codes have the engine's meanings."""
         if self._is_first:
             self.watcher.judge_end()
         after = read_kill_counters(cgroup=self.before.cgroup)
@@ -180,14 +181,15 @@ class RunObserver:
         self._write_exit(returncode, exit_, unreadable if killed else None, rank)
 
     def record_exit_of(self, host: str, exit_: TrainerExited) -> None:
-        """Write that the process ended because of a rank on another host, as the supervisor there recorded it."""
+        """Write that the process ended because of a rank on another host, as that host's supervisor recorded it."""
         self.watcher.judge_end()
         sentence = f"on host {host}: {exit_.sentence}"
         self.watch.write(msgspec.structs.replace(exit_, trainer_pid=self.pid, sentence=sentence))
         self.watch.sync()
 
     def notify(self, wanted: str) -> None:
-        """Send messages to the receivers `wanted` from now on; if one cannot be found, log a note and send none."""
+        """Send messages to the receivers `wanted` from now on; if a receiver cannot be found, log a note and send no
+        messages."""
         # Imported here: few runs need it, and the trainer's start must not wait for it.
         from engine.notify.receivers import choose_receivers
 
@@ -202,12 +204,12 @@ class RunObserver:
             self.notices = Notices(self.run, receivers, self.write_watch)
 
     def close_notices(self, *, ended: bool = True) -> None:
-        """Send that the run ended. Call it when everything about the end is in the log."""
+        """Send the message that the run ended. Call it when everything about the end is in the log."""
         if self.notices is not None:
             self.notices.close(self.watcher.follower, ended=ended)
 
     def record_unseen_exit(self) -> None:
-        """Write how the process ended where its exit status is not known."""
+        """Write how a process ended whose exit status is not known."""
         after = read_kill_counters(cgroup=self.before.cgroup)
         line, unreadable = find_kernel_line(self.pid, since_s=self._begun_s)
         memory = memory_words(self.watcher.view)

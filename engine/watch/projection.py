@@ -2,9 +2,9 @@
 
     whole run = start + steps x median step + evaluations + checkpoints + saving the student
 
-Each part is taken from the log, without the warm-up steps. Compiling is counted apart: it happens once, and
-the next run may find it in a cache. A part that was not observed is not guessed: it is listed as missing, and
-the sum is then "at least".
+Each term is measured in the log, without the warm-up steps. Compiling is a separate number: it happens once, and the
+next run may load the kernels from a cache. A term that was not observed is listed as missing, and the sum is then
+"at least".
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from engine.spec import RunSpec
 from engine.units import NOT_MEASURED, format_bytes, format_count, format_seconds
 
 WARM_UP_STEPS = 3
-"""The first steps of a session allocate optimizer state, fill caches and raise clocks; their pace is not the run's."""
+"""Number of first steps of a session that are not used: they allocate optimizer state, fill caches and raise
+clocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,7 @@ class Projection:
 
     @property
     def total_s(self) -> float | None:
-        """Return the whole run without compiling; missing parts count as 0."""
+        """Seconds of the whole run without compiling; missing terms count as 0."""
         if self.step_s is None:
             return None
         return (
@@ -58,7 +59,7 @@ class Projection:
 
     @property
     def missing(self) -> list[str]:
-        """Name the parts that the sum lacks."""
+        """Names of the terms that were not observed."""
         parts = {
             "the start": self.start_s is None,
             "evaluations": self.evaluations > 0 and self.evaluation_s is None,
@@ -104,7 +105,7 @@ def project(view: RunView, spec: RunSpec) -> Projection:
 
 
 def _points(steps: int, *every: int) -> int:
-    """Count the steps that are a multiple of one of `every`, or the last step."""
+    """Count the steps, up to `steps`, that are a multiple of one of `every` or the last step."""
     return len({n for e in every if e > 0 for n in range(e, steps + 1, e)} | {steps})
 
 

@@ -1,14 +1,13 @@
 """Run the alert rules over a finished run by replaying its logs in time order.
 
-A view of the end of a run cannot show that the GPU was idle for an hour in the middle. So the log is folded
-again from its start, the rules are evaluated as the supervisor would have, and the result is what was raised
-and cleared. This also works for a run that was never watched, or was watched with an older set of rules. The
-result also has the alerts that only the run's own watcher raised, and the failed checks and error notes of every rank:
-everything that was reported during the run.
+The view of a run's end does not show that the GPU was idle for an hour in the middle. So the log is folded again from
+its start, and the rules are evaluated as the supervisor would have done. The result has the alerts that this raised
+and cleared, the alerts that only the run's own watcher raised, and the failed checks and error notes of every rank.
+This also works for a run that was never watched, or was watched with an older set of rules.
 
-Evaluations are one second apart at first, twice as far after each EVALUATIONS of them, and never more than
-MAX_STEPS_BETWEEN steps apart, so that no rule's window of steps is skipped. A symptom that exists only between
-two evaluations is missed.
+Evaluations are one second apart at first. The interval doubles after each EVALUATIONS evaluations, but is never more
+than MAX_STEPS_BETWEEN steps, so that no rule's window of steps is skipped. A symptom that exists only between two
+evaluations is missed.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from engine.watch.rules.rule import Case, Unknown
 
 SHORTEST_INTERVAL_S = 1.0
 EVALUATIONS = 1000
-"""Number of evaluations at the same interval: 3,000 in two hours, 6,400 in a day."""
+"""Number of evaluations before the interval doubles: 3,000 in two hours of a run, 6,400 in a day."""
 MAX_STEPS_BETWEEN = 50
 
 
@@ -90,7 +89,7 @@ def diagnose(run: RunFolder, settings: RunSpec | None) -> Diagnosis:
 
 
 def diagnose_events(events: Iterable[tuple[AnyEvent, float]]) -> Diagnosis:
-    """Judge the records of a run that were never written, each with its time, as `diagnose` judges its log."""
+    """Judge events that are in memory and in no log, each with its time, as `diagnose` judges the log of a run."""
     replay = _Replay(None)
     for event, unix_s in events:
         replay.take(Line("events", event, unix_s, unix_s))
@@ -122,7 +121,7 @@ class _Replay:
             self.waiting.append(line)
             return
         if rank_of(line.source):
-            # Its steps are those of the first rank.
+            # Its steps repeat the first rank's.
             if isinstance(event, OF_RANKS):
                 self.keep_failure(
                     rank_of(line.source), failure_of_rank(rank_of(line.source), event), unix_s
@@ -135,7 +134,7 @@ class _Replay:
             return
         if self.next_s is not None and unix_s >= self.next_s:
             # Evaluated before this line is folded, because the line that breaks a silence also ends it.
-            # Before the opening of a log the trainer may not have existed, so that gap is no silence.
+            # The gap before a log is opened is no silence: the trainer may not have existed.
             opened = isinstance(event, LogOpened)
             self.evaluate(self.next_s if opened else unix_s)
             self.next_s = None
@@ -147,7 +146,7 @@ class _Replay:
         if isinstance(event, LogOpened) and line.source == "events":
             self.end_session(unix_s)
         if isinstance(event, Imported):
-            self.interval_s = math.inf  # between two of its steps nothing is known
+            self.interval_s = math.inf  # nothing is known between two steps of an imported log
         self.keep_failure(0, event, unix_s)
         self.now_s = unix_s
         self.waiting.append(line)
@@ -156,10 +155,10 @@ class _Replay:
             self.evaluate(unix_s)
 
     def keep_failure(self, rank: int, event: AnyEvent | None, unix_s: float) -> None:
-        """Keep a check that failed on a rank, or its note of an error."""
+        """Keep a check that failed on a rank, or a rank's error note."""
         match event:
             case Judged(by="check", level="fail"):
-                # The first rank may log a failure of another rank too.
+                # The first rank may also log a failure of another rank.
                 texts = (f.check.text for f in self.failed.values() if f.check.id == event.id)
                 if event.text not in texts:
                     self.failed.setdefault((event.id, rank), Failed(rank, event))
@@ -176,7 +175,7 @@ class _Replay:
         self.judged |= {id for id, answer in answers if not isinstance(answer, Unknown)}
 
     def end_session(self, unix_s: float) -> None:
-        """Add what only the watcher of the session that ends here has raised."""
+        """Add the alerts that only the watcher of the ended session has raised."""
         new = [r.alert.id for r in self.raised if r.replayed and r.unix_s >= self.session_s]
         self.raised += [r for r in self.reported if r.alert.id not in new]
         self.raised.sort(key=attrgetter("unix_s"))
@@ -213,8 +212,8 @@ class _Replay:
 
 
 def _updated_at_end(raised: Raised, now: Judged | Unknown | None, now_s: float) -> Raised:
-    """Return an alert of a log that was imported: an active one has the numbers of the end, or is over if its rule
-    finds nothing at the end."""
+    """Return an alert of an imported log as of its end: an active alert gets the numbers of the end, or is cleared if
+    its rule finds nothing there."""
     if raised.cleared_unix_s is not None or isinstance(now, Unknown):
         return raised
     if now is None:
@@ -226,7 +225,7 @@ def _updated_at_end(raised: Raised, now: Judged | Unknown | None, now_s: float) 
 def add_or_clear(
     raised: list[Raised], alert: Judged, now_s: float, *, replayed: bool = True
 ) -> None:
-    """Add an alert, or set when the newest one of its id was cleared."""
+    """Add a raised alert; for a cleared one, set the time at which the newest alert of its id was cleared."""
     if alert.level != PASS:
         raised.append(Raised(alert=alert, unix_s=now_s, cleared_unix_s=None, replayed=replayed))
         return

@@ -1,7 +1,7 @@
-"""The list of runs: one row for each run in some folders, whoever started it.
+"""List runs: one row for each run in some folders, however it was started.
 
 A run that has ended is read once, and again only when one of its logs has changed. Active runs are followed. A run
-that cannot be read becomes a row that says why, never an exception.
+that cannot be read becomes a row with the reason, never an exception.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ from engine.log.view import RunView
 from engine.watch.verdict_line import RunVerdict, verdict_of
 
 READ_BUDGET_S = 0.5
-"""Seconds that one poll may read."""
+"""Time budget for reading in one poll, in seconds."""
 UNREADABLE = "unreadable"
 READING = "reading"
 FILES = ("events.jsonl", "device.jsonl", "watch.jsonl", NAME)
-"""Files whose times of change say that an ended run has changed; only notes may change without a log."""
+"""Files of which one has a new modification time if an ended run has changed; the user's notes can change without a
+log."""
 CURVE_POINTS = 12
 ALERTS_SHOWN = 6
-"""Most alerts of a run that are shown in full in a list."""
+"""Maximum number of a run's alerts shown in full in a list."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,7 @@ class RunRow:
 
     path: Path
     name: str
-    """The name of its folder, with the parent folder where that is not the one given."""
+    """The name of the run's folder, with its parent folder if that is not the listed folder."""
     state: str
     last_step: int
     total_steps: int | None
@@ -57,16 +58,16 @@ class RunRow:
     heldout: float | None
     tokens_per_second: float | None
     began_unix_s: float
-    """Time of the first line of its log, or of its folder when there is no line yet."""
+    """Time of the first line of the run's log, or of its folder if there is no line yet."""
     error: str | None
     left_s: float | None = None
-    """Seconds to its last step at the pace of this session; None for a run that has ended."""
+    """Seconds until its last step at the pace of this session; None for a run that has ended."""
     alive: bool = False
-    """Whether a process of it exists."""
+    """Whether a process of the run exists."""
     alerts: tuple[tuple[str, str], ...] = ()
     """Severity and id of each active alert, errors first."""
     settings: Mapping[str, object] = field(default_factory=dict)
-    """Each setting by section.key; empty where they cannot be read."""
+    """Each setting by section.key; empty if the settings cannot be read."""
     teacher: str = ""
     student: str = ""
     """Short names of the models."""
@@ -75,7 +76,7 @@ class RunRow:
     level: str = ""
     """Level of the verdict; empty if there is none."""
     curve: tuple[float | None, ...] = ()
-    """The loss in at most CURVE_POINTS equal parts of the run; None where a part has a value that is not finite."""
+    """The loss in at most CURVE_POINTS equal intervals of the run; None for an interval with a non-finite loss."""
     gpus: tuple[GpuSample, ...] = ()
     """Newest readings of each GPU, while a process of the run exists."""
     tags: tuple[str, ...] = ()
@@ -114,7 +115,7 @@ class RunsSnapshot:
 
 
 def _changed_ns(folder: str) -> tuple[int, ...]:
-    """Return when each of FILES was changed; -1 for one that is not there."""
+    """Return the modification time of each of FILES in nanoseconds; -1 for a missing file."""
     changed = []
     for name in FILES:
         try:
@@ -125,7 +126,7 @@ def _changed_ns(folder: str) -> tuple[int, ...]:
 
 
 def _notes_of(run: RunFolder) -> Notes:
-    """Return the notes of a run, or why they cannot be read as its note."""
+    """Return the user's notes of a run; if they cannot be read, the reason takes the note's place."""
     try:
         return read_notes(run)
     except RunLogError as problem:
@@ -137,7 +138,7 @@ def not_read(run: RunFolder, problem: OSError) -> str:
 
 
 class RunsFeed:
-    """Follows every run of some folders."""
+    """The runs of some folders, read again at each poll."""
 
     def __init__(
         self,
@@ -147,15 +148,15 @@ class RunsFeed:
         first_share: float = 1.0,
         accepts: Callable[[Path], bool] = lambda _: True,
     ) -> None:
-        """`first_share` is the share of the time budget that the first poll may use, 0 to 1: with 0 it names the runs
-        and reads none, so that a screen shows them at once. `accepts` is asked about a run
-        before it is read; one that is not accepted has no row."""
+        """`first_share` is the share of the time budget that the first poll may use, 0 to 1: with 0 it lists the runs
+        without reading them, so that a screen shows them at once. `accepts` is called before a run is read; a run
+        that it rejects has no row."""
         self.folders = tuple(folders)
         self._accepts = accepts
         self._budget_s = budget_s
         self._followers: dict[str, Follower] = {}
         self._ended: dict[str, tuple[tuple[int, ...], RunRow]] = {}
-        """The row of each ended run that was read to its end, and when its files were changed."""
+        """The row of each ended run that was read to its end, and the modification times of its files."""
         self._share = first_share
 
     def poll(self) -> RunsSnapshot:
@@ -216,7 +217,7 @@ class RunsFeed:
         return row
 
     def _read(self, follower: Follower, until_s: float) -> tuple[str, str | None]:
-        """Return state and error after reading what is new, as far as the time allows."""
+        """Read new lines as far as the time allows, and return the state and the error."""
         if time.monotonic() >= until_s:
             return READING, None
         try:
@@ -261,7 +262,7 @@ def _row_of(
         settings=settings,
         teacher=model_name(settings.get("teacher.path")),
         student=model_name(settings.get("student.path")),
-        # The row names the run already, so its cell shows only what was found.
+        # The row already names the run, so its cell shows only the finding.
         verdict=verdict.line if is_read else one_line((error or "").rpartition(" — ")[2]),
         level=verdict.level if is_read else "",
         curve=curve_of(view.steps),
@@ -288,7 +289,7 @@ def _words_of(view: RunView, alive: Liveness, verdict: RunVerdict) -> tuple[str,
 
 
 def curve_of(steps: Table) -> tuple[float | None, ...]:
-    """Return the loss in equal parts of the steps so far, each as the middle of its range."""
+    """Return the loss in equal intervals of the steps so far, each as the middle of its range."""
     parts = intervals(len(steps), min(CURVE_POINTS, len(steps)))
     ranges = [steps.range("loss", begin, end) for begin, end in parts]
     return tuple(
@@ -298,7 +299,7 @@ def curve_of(steps: Table) -> tuple[float | None, ...]:
 
 
 PLAIN_NAMES = frozenset({"student", "model", "snapshots"})
-"""Names of files and folders that are too common to identify a model; its parent folder is shown instead."""
+"""Names of files and folders that are too common to identify a model; the parent folder's name is shown instead."""
 
 
 def model_name(path: object) -> str:
@@ -309,7 +310,7 @@ def model_name(path: object) -> str:
     parts = Path(path).parts
     for part in parts:
         if part.startswith("models--"):
-            # A folder of the hub's cache: models--ORG--NAME/snapshots/REVISION.
+            # A folder of the Hugging Face cache: models--ORG--NAME/snapshots/REVISION.
             return part.rpartition("--")[2]
     kept = [part for part in parts if Path(part).stem not in PLAIN_NAMES] or list(parts)
     last = kept[-1]

@@ -1,4 +1,4 @@
-"""Start a run. `engine distill`, the terminal, a notebook and an experiment all use this module."""
+"""Start and stop runs, for `engine distill`, the terminal, notebooks and experiments."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Launched:
         self.process.send_signal(number)
 
     def leave(self, byte: bytes) -> None:
-        """Announce that the launcher leaves on purpose: b'd' detached, b'h' hang-up. The run continues."""
+        """Detach from the supervisor by writing the reason, b'd' (detached) or b'h' (hang-up). The run continues."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(byte)
@@ -53,7 +53,7 @@ class Launched:
             return  # the supervisor ended first, so no message is needed
 
     def end(self) -> None:
-        """Kill what is left of the run, and wait until it writes nothing more."""
+        """Kill the run's remaining processes, and wait until none of them writes any more."""
         tree = descendants(self.process.pid)
         if self.process.poll() is None:
             self.process.kill()
@@ -80,12 +80,12 @@ def launch(
 ) -> Launched:
     """Start the supervisor of `run` in its own session and wait until it holds the run's watch log. With
     `resume` the run continues from its newest checkpoint; `allow_fallback` permits an older one, and
-    `allow_restart` permits step 0 although a checkpoint exists. `place` is this host of several."""
+    `allow_restart` permits step 0 although a checkpoint exists. `place` is this host in a run over several hosts."""
     if place is not None and place.number:
         run = RunFolder(run.path, read_host())
     if run.liveness().trainer or run.liveness().supervisor:
         raise RunLogError(
-            f"run folder: {run.path} — expected a run that is not going on, found one that is",
+            f"run folder: {run.path} — expected a run that is not running, found a running one",
             hint=f"follow it with `engine tail -f {run.path}`",
         )
     command = child.command("engine.watch", str(run.path))
@@ -113,8 +113,8 @@ def launch(
 
 
 def _open_output(path: Path) -> BinaryIO:
-    """Open the file for output that goes nowhere else. Refuses a FIFO, which would block, and a link, which may
-    point to any file of the user."""
+    """Open the file for the supervisor's output. Refuses a FIFO, which would block, and a link, which could point to
+    any of the user's files."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
     try:
         descriptor = os.open(path, flags, 0o666)
@@ -143,7 +143,7 @@ def _wait_for_supervisor(run: RunFolder, process: subprocess.Popen[bytes]) -> No
 
 
 def _check_holds(pid: int, log: Path) -> None:
-    """Refuse a process that has not opened the log: it is not its writer."""
+    """Raise BadInput if a process does not have the log open, because it is then not the log's writer."""
     try:
         wanted = id_of(log.stat())
         for link in Path(f"/proc/{pid}/fd").iterdir():
@@ -163,8 +163,8 @@ def _check_holds(pid: int, log: Path) -> None:
 
 
 def stop(run: RunFolder, *, now: bool = False) -> str:
-    """Ask a run to finish its step, save and stop; `now` ends it without saving. A watched command gets SIGTERM,
-    or SIGKILL. Returns a description of what was done."""
+    """Ask a run to finish its step, save and stop; with `now`, end it without saving. A watched command gets SIGTERM,
+    with `now` SIGKILL. Return a description of what was done."""
     follower = Follower(run)
     view = follower.read_all()
     if not follower.alive.trainer and not follower.alive.supervisor:
@@ -182,7 +182,7 @@ def stop(run: RunFolder, *, now: bool = False) -> str:
                 "run",
                 run.name,
                 "a command that was started to be watched",
-                "a process that was already running, which is watched from outside and never touched",
+                "a process that was already running, which is only watched and gets no signal",
                 hint=f"end it yourself: kill {view.trainer_pid}",
             )
         # The process that holds the log has recorded the pid of the command.
@@ -193,7 +193,7 @@ def stop(run: RunFolder, *, now: bool = False) -> str:
             run.stop_asked.touch()
         _signal(run, view.trainer_pid, number)
         return f"sent {number.name} to the command of run {run.name}"
-    # A pid from the log is trusted only while its process holds the log: a log may name any pid.
+    # A pid from the log is used only if its process has the log open, because a log may name any pid.
     if follower.alive.supervisor and watcher is not None and not now:
         _check_holds(watcher.pid, run.watch)
         _signal(run, watcher.pid, signal.SIGTERM)
@@ -215,7 +215,7 @@ def stop(run: RunFolder, *, now: bool = False) -> str:
 
 
 def _is_command(run: RunFolder) -> bool:
-    """Return whether the run is a watched command; a run whose settings cannot be read counts as the engine's."""
+    """Return whether the run is a watched command; False if its settings cannot be read."""
     try:
         return read_command(run) is not None
     except RunLogError:
@@ -223,7 +223,7 @@ def _is_command(run: RunFolder) -> bool:
 
 
 def _signal(run: RunFolder, pid: int, number: int) -> None:
-    """Send a signal; `BadInput` where the process belongs to another user, or has ended in the meantime."""
+    """Send a signal. Raises BadInput if the process belongs to another user, or has ended in the meantime."""
     try:
         os.kill(pid, number)
     except PermissionError as error:

@@ -1,9 +1,9 @@
-"""The supervisor: a small process without torch that starts the trainer, samples the machine, watches the run's
-logs and records how the trainer ended.
+"""Supervise a run: a small process without torch that starts the trainer, samples the machine, watches the run's logs
+and records how the trainer ended.
 
     launcher --(stdin pipe)--> supervisor --(keep-alive pipe)--> trainer
 
-It runs in its own session, so closing a terminal does not reach it. Each pipe tells its reader when the
+It runs in its own session, so closing a terminal does not reach it. The reader of each pipe gets an EOF when the
 writer is gone, whatever the cause, because the kernel closes a dead process's end:
 
 - The launcher writes one byte before it leaves on purpose (`d` detached, `h` hang-up). An EOF
@@ -12,11 +12,11 @@ writer is gone, whatever the cause, because the kernel closes a dead process's e
 - The trainer sees the keep-alive pipe close when the supervisor dies. It then saves, logs the reason
   and stops, so that no run goes on unsupervised.
 
-SIGTERM and SIGINT are forwarded to the trainer, which finishes its step and saves. A second one ends it at
-once. Before its first step a trainer has nothing to finish: if it has not exited within a second, because it
-is inside native code, the supervisor sends the second signal and ends all its descendants. A run with
-`watch.on_stall = stop` is stopped in the same way when the watcher reports a stall, and one with
-`watch.on_thrash = stop` when the machine is about to hang for lack of memory.
+SIGTERM and SIGINT are forwarded to the trainer, which finishes its step and saves. A second signal ends it at once.
+Before its first step a trainer has nothing to finish: if it has not exited within a second, because it is inside
+native code, the supervisor sends the second signal and kills all its descendants. A run with `watch.on_stall = stop`
+is stopped in the same way when the watcher reports a stall, and one with `watch.on_thrash = stop` when the machine is
+about to hang for lack of memory.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ TRAINER = "APR_WORKBENCH_TRAINER"
 """Environment variable with the module and arguments that drills (`engine.drills.planting`) start in place of
 `engine.train`; the usual arguments follow them. The watch log records it."""
 _LAST_BYTES = 1 << 20
-"""Bytes at the end of a log in which the start of training is searched."""
+"""Bytes at the end of a log that are searched for the start of training."""
 LAUNCHER_BYTES = {b"d": "detached", b"h": "hangup"}
 
 
 def supervise(run: RunFolder, flags: list[str], place: Place | None = None) -> int:
-    """Run the trainer of `run` to its end with the trainer's own `flags`; returns its exit code, or 128 + n when
-    signal n ended it. `place` is this host of several, which has its own ranks of the run."""
+    """Run the trainer of `run` to its end with the command-line `flags`; return its exit code, or 128 + n if signal n
+    ended it. `place` is this host in a run over several hosts, each of which runs its own ranks."""
     if place is not None and place.number:
         run = RunFolder(run.path, read_host())
     with (
@@ -95,10 +95,11 @@ class _Supervisor:
         self.signals: list[int] = []
         self.stop_signal: str | None = None
         self.leave_by_s = math.inf
-        """Time at which a trainer that was asked to stop before its first step is ended, in seconds."""
+        """Time at which a trainer that was asked to stop before its first step is killed, in seconds."""
         self.asked = int(signal.SIGTERM)
         self.started: dict[int, int] = {}
-        """Pidfds of the descendants of a trainer that was asked to stop before its first step; ended after it."""
+        """Pidfds of the descendants of a trainer that was asked to stop before its first step; they are killed after
+        it."""
         self.ended_early: int | None = None
         """The signal that the supervisor had to send a second time."""
 
@@ -139,16 +140,17 @@ class _Supervisor:
         os.close(keep_alive)
         failed_on_hosts = self.place is not None and self.place.hosts > 1 and returncode != 0
         lost_hosts = lost_hosts_of(self.run) if failed_on_hosts and not self.run.host else ""
-        # The end as the trainer's own log records it.
+        # The end, as recorded in the trainer's log.
         view = Follower(self.run).read_all()
         finished, lost, stderr = view.own_finished, read_lost_rank(self.run), _tail(self.run.stderr)
         exception = exception_name(stderr)
         if self.place is not None and self.run.host and lost is not None:
-            # A host other than the first records the ends of its own ranks only.
+            # A host other than the first records only the ends of its own ranks.
             own = self.place.ranks(settings.compute.gpus)
             lost = lost if lost.rank in own else None
         if lost is not None:
-            # All ranks print to one file, and the first rank may have failed only because it lost this one.
+            # All ranks print to one file, and the first rank may have failed only because it lost the rank that
+            # ended.
             report = view.ranks_now.get(lost.rank)
             finished = finished if lost.rank == 0 else report.ended if report is not None else None
             if finished is not None and finished.state == "failed":
@@ -170,7 +172,7 @@ class _Supervisor:
         host = view.rank_hosts.get(lost.rank, "") if failed_on_hosts and lost is not None else ""
         exit_elsewhere = view.hosts_now[host].own_exit if host in view.hosts_now else None
         if exit_elsewhere is not None and not lost_hosts:
-            # The supervisor of that host saw what ended the rank.
+            # The supervisor of the rank's host has recorded what ended the rank.
             self.observer.record_exit_of(host, exit_elsewhere)
         else:
             record(lost_hosts=lost_hosts)
@@ -221,8 +223,8 @@ class _Supervisor:
             trainer.send_signal(number)
 
     def _end_early(self, trainer: subprocess.Popen[bytes]) -> None:
-        """Send the second signal to a trainer that has not exited; SIGKILL where that is not enough."""
-        # It may have started its steps since the first signal: then it finishes one.
+        """Send the second signal to a trainer that has not exited, and then SIGKILL if it still has not."""
+        # If the trainer has started its steps since the first signal, it finishes the present step.
         if training_has_begun(self.run):
             self.leave_by_s, self.started = math.inf, {}
             return
@@ -248,7 +250,7 @@ class _Supervisor:
             self.observer.write_watch(Note(level="warning", text=text))
 
     def _stop(self, trainer: subprocess.Popen[bytes], why: str, setting: str, *, now: bool) -> None:
-        """Stop the trainer, or kill it `now`, because `setting` is `stop`."""
+        """Stop the trainer, or kill it if `now`, because `setting` is `stop`."""
         number = signal.SIGKILL if now else signal.SIGTERM
         self.stop_signal = f"{number.name}, {setting} = stop"
         self.observer.write_watch(
@@ -258,14 +260,14 @@ class _Supervisor:
 
 
 def training_has_begun(run: RunFolder) -> bool:
-    """Return whether the trainer that writes the log now has started its steps; only the log's end is read."""
+    """Return whether the present session of the trainer has started its steps, from the end of the log."""
     try:
         with open_plain(run.events) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
             last = file.read()
     except OSError:
         return False
-    # A session too long for this part of the log must have steps.
+    # A session longer than the end that was read must have steps.
     before, opened, session = last.rpartition(b'"kind":"log_opened"')
     return f'"name":"{TRAINING}"'.encode() in (session if opened else before + session) or (
         not opened and len(last) >= _LAST_BYTES

@@ -1,4 +1,5 @@
-"""The verdict on a run in one line, the same on every surface: how it is, since which step, and what to do.
+"""The verdict on a run in one line, the same in every command and screen: its level, since which step, and what to
+do.
 
     HEALTHY: 28 checks passed
     SUSPECT since step 51: the model is trained in eval mode
@@ -6,8 +7,8 @@
     ENDED at step 40: killed from outside, not for lack of memory
     UNKNOWN: loading the teacher, no step yet
 
-A pure function of a view. Of several problems the line names the one that explains the others: a failed check before
-an alert, and last what other work on the machine can explain.
+A pure function of a view. Of several problems the line names the one that explains the others: a failed check comes
+before an alert, and an alert that other work on the machine can explain comes last.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ NO_FAULT = (
     *("completed", "stopped", "terminated", "interrupted", "declined"),
     *("unwatched", "imported"),
 )
-"""States of a run that ended without a fault."""
+"""States of a run that ended normally."""
 _ENDS = {
     "killed_external": "killed from outside, not for lack of memory",
     "oom_memcg": "out of memory, its control group was full",
@@ -49,12 +50,12 @@ _ENDS = {
     "disk_full": "the disk is full",
     "host_lost": "the machine stopped or restarted",
     "vanished": "the cause was not recorded",
-    "unknown": "nothing proves why",
+    "unknown": "the cause is not known",
 }
 """Text of the verdict for each state of a run that did not end normally."""
 _MEMORY = ("oom_memcg", "oom_global", "alloc_failed")
 _FROM_OUTSIDE = ("killed_external", "host_lost", "vanished", "unknown")
-"""Ends that have an outside cause: earlier findings come before them."""
+"""Ends with a cause outside the run: findings from before the end are listed first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,23 +65,23 @@ class Finding:
     level: str
     text: str
     rank: int = 0
-    """Sort key: lower ranks explain more of the other findings."""
+    """Sort key: a finding with a lower rank explains more of the other findings."""
     since: int | None = None
-    """First step at which it was seen; None if it does not belong to a step."""
+    """First step at which the problem was seen; None if it does not belong to a step."""
     detail: str = ""
     """Evidence of the finding, with numbers."""
     action: str = ""
     """Next thing to do; empty if there is nothing to do."""
     id: str = ""
-    """Source of the finding, such as `check step_labels`; empty for an end."""
+    """Source of the finding, such as `check step_labels`; empty for the end of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunVerdict(Finding):
-    """The verdict on a run: what explains most."""
+    """The verdict on a run: the finding that explains most."""
 
     others: tuple[Finding, ...] = ()
-    """Other findings, those that explain most first."""
+    """The other findings, ordered by how much they explain."""
 
     @property
     def line(self) -> str:
@@ -100,12 +101,12 @@ class RunVerdict(Finding):
         return (ASCII_SIGNS if ascii_only else SIGNS)[self.level]
 
     def signed(self, *, ascii_only: bool = False) -> str:
-        """Return the line after the sign of its level."""
+        """Return the line with the sign of its level before it."""
         return f"{self.sign(ascii_only=ascii_only)} {self.line}"
 
     @property
     def exit_code(self) -> int:
-        """Exit code: 1 for wrong or failed, 2 for suspected or unknown, else 0."""
+        """Exit code: 1 for a wrong or failed run, 2 for suspect or unknown, else 0."""
         return {HEALTHY: EXIT_PASS, SUSPECT: EXIT_UNKNOWN, UNDECIDED: EXIT_UNKNOWN}.get(
             self.level, EXIT_FAIL
         )
@@ -143,7 +144,7 @@ def verdict_of(view: RunView, state: str, path: object = "RUN") -> RunVerdict:
         how = _end_prefix(view, state)
         return RunVerdict(level=HEALTHY, text=f"{how}{judged}")
     if view.process is not None:
-        text = "its steps and its loss are not seen from outside"
+        text = "its steps and its loss are not visible from outside"
     elif has_ended(state):
         few = len(view.steps) if view.imported is not None else 0
         text = (
@@ -158,7 +159,7 @@ def verdict_of(view: RunView, state: str, path: object = "RUN") -> RunVerdict:
 
 
 def run_verdict_lines(view: RunView, state: str, path: object = "RUN") -> list[str]:
-    """Render the verdict with its sign, and below it what was seen and what to do."""
+    """Render the verdict with its sign, and below it the evidence and what to do."""
     verdict = verdict_of(view, state, path)
     detail = [verdict.detail] if verdict.detail not in ("", verdict.text) else []
     action = [f"do: {verdict.action}"] if verdict.action else []
@@ -230,7 +231,7 @@ def _alert_finding(alert: Judged) -> Finding:
 
 
 def _number_finding(view: RunView) -> Finding:
-    """Return the finding on non-finite numbers that are finite again."""
+    """Return the finding on numbers that were not finite in earlier steps and are finite again."""
     first, last = view.non_finite[0], view.non_finite[-1]
     steps = f"at step {first.step}" if first.step == last.step else f"{first.step} to {last.step}"
     text = f"{first.id} was {first.text} {'' if first.step == last.step else 'in steps '}{steps}"
@@ -273,7 +274,7 @@ def _end_finding(view: RunView, state: str, path: str) -> Finding:
     if about is not None:
         detail, action = f"it proves: {about.proves}", about.do
     elif view.imported is not None:
-        action = "read what it printed last; its files have no more than that"
+        action = "read its last output: its files record nothing else about the end"
     elif state in ("host_lost", "vanished") and resume:
         action = resume
     elif state in _MEMORY:
@@ -307,16 +308,17 @@ def _ended_by_check(view: RunView) -> bool:
 
 
 def _end_prefix(view: RunView, state: str) -> str:
-    """Return the beginning of the text of a healthy run that is over."""
+    """Return the prefix of a healthy verdict for a run that has ended."""
     if state == "completed":
         return f"completed {view.last_step:,} steps; "
     if not has_ended(state) or state in ("unwatched", "imported"):
         return ""
-    return f"{state} at step {view.last_step:,}, as it was asked to; "
+    return f"{state} at step {view.last_step:,}, as requested; "
 
 
 def _counts_of_judged(view: RunView) -> str:
-    """Return counts of what passed and what could not be judged; empty if nothing was judged."""
+    """Return the numbers of checks and rules that passed and that could not be judged; empty if nothing was
+    judged."""
     judged = [*view.checks.values(), *_worst_identities(view)]
     passed = sum(result.level in (PASS, FACT) for result in judged)
     unknown = len(judged) - passed
@@ -334,7 +336,7 @@ def _counts_of_judged(view: RunView) -> str:
         and len(view.steps) >= fewest
         and ("watch" in view.clocks or view.imported is not None)
     ):
-        limitation = ", of which only the logged numbers could be judged" if view.imported else ""
+        limitation = "; only its logged numbers could be judged" if view.imported else ""
         parts.append(f"no alert in {view.last_step:,} steps{limitation}")
     return ", ".join(parts) if passed or (parts and len(view.steps)) else ""
 

@@ -1,19 +1,19 @@
-"""The watcher inside the supervisor: it reads the run's logs, evaluates the rules and has stacks captured.
+"""Watch a run from inside the supervisor: read its logs, evaluate the rules, and capture stacks.
 
-    every tick          new log lines are folded, a bounded amount at a time
+    every tick          new log lines are folded into the view, a bounded amount at a time
     every EVALUATE_EVERY_S
                         the rules are evaluated; alerts go to watch.jsonl, each raised and cleared once
     at a stall          the stacks of the trainer are captured first, so that the alert can name the line;
-                        then, if `watch.on_stall` is `stop`, the trainer is asked to stop, and ended when
+                        then, if `watch.on_stall` is `stop`, the trainer is asked to stop, and killed if
                         it has not reacted within STOP_GRACE_S
-    in a long silence   that is no stall, once in each phase: the stacks are captured, and a note says where
-                        the trainer is and how long that may take; loading or compiling may take minutes
-    when the GPU idles  the stacks are captured too: they show what it waits for
+    in a long silence   that is not yet a stall, once in each phase: the stacks are captured, and a note says
+                        where the trainer is and how long that may take; loading or compiling takes minutes
+    when the GPU idles  the stacks are captured: they show why no work reaches the GPU
     every STACKS_EVERY_S
                         the stacks of a process that was already running, which has no log, are captured
 
-The watcher must never end the run it watches. An unreadable log gives one note and ends the watching, not the
-run; a rule that fails gives a note and is disabled.
+The watcher must never end the run it watches. If a log cannot be read, a note is logged and only the watching ends;
+if a rule raises an error, a note is logged and the rule is disabled.
 
 Its memory is bounded: of the columns of a long run it keeps only the beginning and the end, since no rule
 uses more.
@@ -44,15 +44,15 @@ from engine.watch.stacks import TRAINER_FILE, Capture, dump_file
 EVALUATE_EVERY_S = 5.0
 """Seconds between two evaluations of the rules."""
 CHUNK_BYTES = 1 << 20
-"""Bytes read from each log per tick: about 30 ms of work. A resumed run with a long log is caught up with in
-some minutes."""
+"""Bytes read from each log per tick: about 30 ms of work. The long log of a resumed run takes some minutes to
+read."""
 HEAD_ROWS, TAIL_ROWS = 512, 4096
 """Number of first and of newest rows of a long column that are kept."""
 STALLS = ("stalled", "stalled_at_start", "nobody_works")
 STACKS_EVERY_S = 300.0
 """Time between two captures of the stacks of an attached process, in seconds; the first is immediate."""
 STOP_GRACE_S = 60.0
-"""Seconds in which a trainer that was asked to stop must react."""
+"""Seconds within which a trainer that was asked to stop must react, before it is killed."""
 
 
 class Watcher:
@@ -69,12 +69,12 @@ class Watcher:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """`write` appends an event to watch.jsonl. `stop(why, now)` asks the trainer to stop, or ends it. `process`
-        takes the rank that the others wait for, and returns the process whose stacks to take and the file to which it
-        writes them; by default that is `pid`. `attached_pids` returns the processes whose stacks to take instead, where
-        they were already running."""
+        takes the rank that the other ranks wait for, and returns the process whose stacks are captured and the file
+        to which it writes them; by default that process is `pid`. If the processes were already running when watching
+        began, `attached_pids` returns those whose stacks are captured instead."""
         self.run = run
         self.training_is_over = False
-        """Set where the process goes on without training: its silence is no stall then."""
+        """Whether the process continues without training, so that its silence is no stall."""
 
         def trainer_process(view: RunView, rank: Beat | None) -> tuple[int, str]:
             return (pid, TRAINER_FILE) if rank is None else (rank.pid, dump_file(rank.rank))
@@ -92,12 +92,12 @@ class Watcher:
         self.capturing: list[Capture] = []
         """Captures that wait for py-spy."""
         self._captured_for: float | None = None
-        """The heartbeat for which stacks were captured: a silence is captured once."""
+        """Time of the newest log line when stacks were captured, so that each silence is captured once."""
         self._captures = 0
         self._quiet: Silence | None = None
         """The silence that a pending note is about."""
         self._noted_phases: set[str] = set()
-        """Phases that already had such a note."""
+        """Phases that already had a note about a long silence."""
         self._stop_asked_s: float | None = None
         self._ended = False
 
@@ -106,8 +106,7 @@ class Watcher:
         return self.follower.view
 
     def tick(self) -> None:
-        """Read new lines, and evaluate the rules when it is time. Cheap when there is nothing to do; never
-        raises for damaged logs."""
+        """Read new lines, and evaluate the rules every EVALUATE_EVERY_S. A damaged log raises no error."""
         if not self._is_watching:
             return
         now_s = self._monotonic()
@@ -129,8 +128,8 @@ class Watcher:
         self._end_if_unanswered(now_s)
 
     def judge_end(self) -> None:
-        """Evaluate the rules once more, with the last lines of the log. A run that did not record its end is left to
-        `engine diagnose`."""
+        """Evaluate the rules once more, with the last lines of the log. Does nothing for a run that did not record
+        its end: `engine diagnose` judges it."""
         with contextlib.suppress(RunLogError):
             self.follower.read_all()
         if self._is_watching and (self.view.finished or self.view.script_ended) is not None:
@@ -155,7 +154,7 @@ class Watcher:
         if silent is not None and silent.is_stall and self._captured_for != silent.since_unix_s:
             self._captured_for = silent.since_unix_s
             self._begin_capture(f"silent for {silent.silent_s:.0f} s in {silent.doing}")
-            # The alert waits a tick or two for the stacks.
+            # The alert is raised a tick or two later, with the stacks.
             self._judge(case, without=STALLS)
             return
         self._judge(case, without=STALLS if self.training_is_over else ())
@@ -196,7 +195,8 @@ class Watcher:
                 )
             return
         beats, hosts = read_beats(self.run), self.view.rank_hosts if self.view.hosts_now else {}
-        # Ranks that wait for another all look alike, so the rank they wait for is captured, if it is on this host.
+        # The stacks of waiting ranks are all alike, so the rank that they wait for is captured, if it is on this
+        # host.
         late = [beat for beat in behind(beats) if hosts.get(beat.rank) == hosts.get(0)]
         pid, file = self._process(self.view, (late or beats)[0] if beats else None)
         if beats:
@@ -221,8 +221,8 @@ class Watcher:
         try:
             dumps = [capture.finish() for capture in taken]
             lines = Counter(dump.python_frame for dump in dumps)
-            # An alert quotes the dump that is written last. The rank that is alone at its line goes last: the others
-            # wait for it.
+            # An alert quotes the last dump. So the rank that is alone at its line is written last: the others wait
+            # for it.
             for dump in sorted(dumps, key=lambda dump: -lines[dump.python_frame]):
                 self._write(dump)
                 if self._quiet is not None:
@@ -231,7 +231,7 @@ class Watcher:
         except OSError as error:
             self._write(Note(level="warning", text=f"the stacks could not be kept: {error}"))
         self._quiet = None
-        # At the next tick, when the dump has been read back from the log.
+        # The rules are evaluated at the next tick, when the dump has been read back from the log.
         self._next_evaluation_s = 0.0
 
     def _end_if_unanswered(self, now_s: float) -> None:
@@ -242,7 +242,7 @@ class Watcher:
 
 
 def quiet_text(silent: Silence, dump: StackDump) -> str:
-    """Describe a silence that is no stall yet, for the user."""
+    """Describe for the user a silence that is not yet a stall."""
     frame = f" at {dump.python_frame}" if dump.python_frame else ""
     first = f"{dump.collective}; " if dump.collective else ""
     return (
@@ -252,7 +252,8 @@ def quiet_text(silent: Silence, dump: StackDump) -> str:
 
 
 def trimmed(view: RunView) -> RunView:
-    """Return `view` without the middle of its long columns, once they are twice as long as what is kept."""
+    """Return `view` without the middle of its long columns, once a column is twice as long as the rows that are
+    kept."""
     changes: dict[str, Any] = {}
     if len(view.steps) >= 2 * (2 * HEAD_ROWS + TAIL_ROWS):
         begin, end = view.session_row, len(view.steps)

@@ -170,7 +170,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], RunFolder], str]] = {
     "mode": (script(HELD, MODE), "SUSPECT since step 3: the model is trained in eval mode"),
     "shifted": (script(HELD, SHIFT), "SUSPECT since step 1: labels are not the tokens that follow"),
     "recovered": (script(HELD, BAD), "SUSPECT since step 2: loss was nan at step 2"),
-    "table": (table(), "HEALTHY: no alert in 60 steps, of which only the logged numbers"),
+    "table": (table(), "HEALTHY: no alert in 60 steps; only its logged numbers"),
     "nans": (
         table(lambda n: math.nan if 30 <= n < 40 else falling(n)),
         "SUSPECT since step 30: loss was nan in steps 30 to 39, and is finite",
@@ -188,11 +188,11 @@ FOLDERS: dict[str, tuple[Callable[[Path], RunFolder], str]] = {
         "WRONG since step 33: the loss diverged from 2.55 to 3.91",
     ),
     "resumed": (resumed, "HEALTHY: completed 60 steps"),
-    "stopped": (finished("stopped"), "HEALTHY: stopped at step 30, as it was asked to"),
+    "stopped": (finished("stopped"), "HEALTHY: stopped at step 30, as requested"),
     "large": (script(HELD, LARGE), "HEALTHY: completed 3 steps; 2 identities passed"),
     "ctrl-c": (
         script(HELD, state="INTERRUPTED", code=130),
-        "HEALTHY: interrupted at step 3, as it was asked to; 1 identity passed",
+        "HEALTHY: interrupted at step 3, as requested; 1 identity passed",
     ),
     "warm": (table(lambda n: falling(n) + 0.1 / n, lr=0.1), "HEALTHY: no alert in 60 steps"),
     "outside": (

@@ -458,7 +458,7 @@ NONSENSE = {
     ),
     "fewer steps": Attempt(AT_A_STEP, "exit", "", "--steps 20", "NOT_TESTED"),
     "the step that fails left out": Attempt(
-        AT_A_STEP, "exit", "for step", LEFT_OUT, "are others than A's in step 21"
+        AT_A_STEP, "exit", "for step", LEFT_OUT, "differ from A's in step 21"
     ),
     "the step left out that fails before its forward pass": Attempt(
         BEFORE_A_STEP, "exit", "for step", LEFT_OUT, "it changes `step`"
@@ -468,21 +468,21 @@ NONSENSE = {
         "exit",
         "for x, y",
         "for x, y in (one for one in DataLoader(data, batch_size=8) if one[0].isfinite().all()):",
-        "are others than A's in step 26",
+        "differ from A's in step 26",
     ),
     "the row that fails left out of a stream": Attempt(
         OF_A_STREAM,
         "exit",
         "yield from rows",
         "yield from (row for row in rows if row.isfinite().all())",
-        "are others than A's in step 26",
+        "differ from A's in step 26",
     ),
     "the row that fails left out of a generator": Attempt(
         OF_A_GENERATOR,
         "exit",
         "left = iter(rows)",
         "left = iter([row for row in rows if row.isfinite().all()])",
-        "are others than A's in step 26",
+        "differ from A's in step 26",
     ),
     "the counter moved on before it meets the condition": Attempt(
         AT_A_STEP,
@@ -499,7 +499,7 @@ NONSENSE = {
         "exit",
         "",
         "START=21",
-        "are others than A's in step 1",
+        "differ from A's in step 1",
     ),
     "half the batch": Attempt(AT_A_ROW, "exit", "", "--batch 4", "are 4 in step 1, and 8 in A"),
     "the row that fails left out of a batch": Attempt(
@@ -514,14 +514,14 @@ NONSENSE = {
         "exit",
         "x, y = zip",
         "x, y = zip(*[one if one[0].isfinite().all() else samples[1] for one in samples])",
-        "rows are others than A's in step 26",
+        "rows differ from A's in step 26",
     ),
     "data without the row, under the same numbers": Attempt(
         OF_A_LOADER,
         "exit",
         "data.tensors[0]",
         "data = TensorDataset(*(torch.cat([one[:200], one[201:]]) for one in data.tensors))",
-        "rows are others than A's in step 26",
+        "rows differ from A's in step 26",
     ),
     "a loss that is a constant": Attempt(
         OF_A_RATE, "exit", "loss =", "loss = (model(x) - y).mean() * 0 + 1", "its first loss is 1"
@@ -552,7 +552,7 @@ NONSENSE = {
         "exit",
         "left = iter",
         "data: left = iter(rows[:200] * 4)",
-        "it saw 200 different rows, A 208",
+        "it had 200 distinct rows, A 208",
     ),
     "rows before the broken one": Attempt(
         AT_A_ROW,
@@ -583,7 +583,7 @@ NONSENSE = {
         "exit",
         "for x, y",
         "data: for x, y in DataLoader(data, batch_size=8, sampler=[*range(208, 800), *range(208)]):",
-        "its sampler did not ask for",
+        "its sampler did not yield",
     ),
     "a call that is left out": Attempt(
         BY_A_CALL, "exit", "    validate(step)", "pass", "does not call `validate`"
@@ -603,14 +603,14 @@ NONSENSE = {
         "exit",
         "optimizer =",
         "optimizer = torch.optim.SGD(model.parameters(), lr=1e-30)",
-        ", and not in A",
+        ", which is not so in A",
     ),
     "a rate of zero": Attempt(
         OF_A_RATE,
         "exit",
         "optimizer =",
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.0)",
-        ", and not in A",
+        ", which is not so in A",
     ),
     "a loss that the probe does not see": Attempt(
         OF_AN_ALERT,
@@ -655,41 +655,41 @@ NONSENSE = {
         "its training is at other lines",
     ),
     "a limit of the script raised": Attempt(
-        OF_A_LIMIT, "exit", "limit = given", "limit = 10**9", "by which the script itself judges"
+        OF_A_LIMIT, "exit", "limit = given", "limit = 10**9", "which the script's own check uses"
     ),
     "a limit raised by an option": Attempt(
-        OF_A_LIMIT, "exit", "", "--limit 1e9", "by which the script itself judges"
+        OF_A_LIMIT, "exit", "", "--limit 1e9", "which the script's own check uses"
     ),
     "a limit raised that is asserted before the step": Attempt(
         BEFORE_ITS_GRADIENTS,
         "exit",
         "limit = given",
         "limit = 10**9",
-        "by which the script itself judges",
+        "which the script's own check uses",
     ),
     "a limit raised among the settings of a class": Attempt(
         OF_A_GUARD,
         "exit",
         "settings =",
         'settings = {"bound": 1e9, "rate": 0.01}',
-        "by which the script itself judges",
+        "which the script's own check uses",
     ),
     "a limit raised of a check that is raised again": Attempt(
         OF_A_LIMIT_RAISED_AGAIN,
         "exit",
         "limit = given",
         "limit = 10**9 + float(torch.rand(()))",
-        "it changes `limit`, by which the script itself judges",
+        "it changes `limit`, which the script's own check uses",
     ),
     "a limit raised of a check that exits": Attempt(
-        OF_AN_EXIT, "exit", "", "--limit 1e9", "by which the script itself judges"
+        OF_AN_EXIT, "exit", "", "--limit 1e9", "which the script's own check uses"
     ),
     "the judged loss alone made smaller": Attempt(
         OF_A_LIMIT,
         "exit",
         "    loss = (model",
         "loss = (model(x[rows]) - y[rows]).square().mean().clamp(max=19)",
-        "it changes `loss`, which the script itself judges",
+        "it changes `loss`, which the script's own check reads",
     ),
     "another seed of the script": Attempt(
         OF_A_LIMIT, "exit", "torch.manual_seed", "torch.manual_seed(7)", "another seed"
@@ -703,28 +703,28 @@ NONSENSE = {
         "exit",
         "self.guards = [",
         "self.guards = []",
-        "of what raises, not of the training",
+        "of the code that raises, not of the training",
     ),
     "a guard that sees another number": Attempt(
         OF_A_GUARD,
         "exit",
         "self.bound = bound",
         "self.bound = bound * 1000",
-        "by which the script itself judges",
+        "which the script's own check uses",
     ),
     "a tolerance of a library raised": Attempt(
         OF_A_LIBRARY,
         "exit",
         "self.tolerance =",
         "self.tolerance = 1e9",
-        "of what raises, not of the training",
+        "of the code that raises, not of the training",
     ),
     "a limit on an evaluation raised": Attempt(
         OF_AN_ANSWER,
         "exit",
         "settings =",
         'settings = {"least": 0.0, "rate": 0.01}',
-        "by which the script itself judges",
+        "which the script's own check uses",
     ),
     "a sum made a mean": Attempt(
         OF_A_LIMIT.replace(").square().mean()", ").square().sum()").replace(

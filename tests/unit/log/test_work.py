@@ -142,15 +142,15 @@ def said_of(
         # A row is mended, left out, doubled, or the others moved up.
         (on("a b", "c d", fails=True), on("a b", "x d", "e f"), "", None),
         (on("a b", "c d", fails=True), on("a b", "d", "e f"), "", "rows are 1 in step 2"),
-        (on("a b", "c d", fails=True), on("a b", "d d", "e f"), "", "others than A's in step 2"),
-        (on("a b", "c d", fails=True), on("a b", "d e", "f g"), "", "others than A's in step 2"),
-        (on("a b", "c d", fails=True), on("a b", "a b", "a b"), "", "others than A's in step 2"),
-        (on("a b", "c d", fails=True), on("e f", "g h", "i j"), "", "others than A's in step 1"),
+        (on("a b", "c d", fails=True), on("a b", "d d", "e f"), "", "differ from A's in step 2"),
+        (on("a b", "c d", fails=True), on("a b", "d e", "f g"), "", "differ from A's in step 2"),
+        (on("a b", "c d", fails=True), on("a b", "a b", "a b"), "", "differ from A's in step 2"),
+        (on("a b", "c d", fails=True), on("e f", "g h", "i j"), "", "differ from A's in step 1"),
         # After a change of data as many different ones count.
         (on("a b", "c d", fails=True), on("a b", "d e", "f g"), "data", None),
-        (on("a b", "c d", fails=True), on("a b", "a b", "a b"), "data", "2 different rows, A 4"),
-        (on("a b", "c d", fails=True), on("e f", "g h", "i j"), "data", "only a run to its own end"),
-        (on("a", "b", asked=[[0], [1]]), on("a", "c", "d", asked=[[0], [2], [3]]), "data", "did not ask for 1"),
+        (on("a b", "c d", fails=True), on("a b", "a b", "a b"), "data", "2 distinct rows, A 4"),
+        (on("a b", "c d", fails=True), on("e f", "g h", "i j"), "data", "only a run to the end"),
+        (on("a", "b", asked=[[0], [1]]), on("a", "c", "d", asked=[[0], [2], [3]]), "data", "did not yield 1"),
         (on("a", "b", called=[["p"], ["q"]]), on("a", "b", called=[["p"], ["p"]]), "", "model is trained on"),
         (on("a", "b", evaluated=[[], ["p", "q"]]), on("a", "b"), "", "evaluated on 0 rows by step 2"),
         (on("a", "b", evaluated=[[], ["p", "q"]]), on("a", "b", evaluated=[[], ["p"] * 9]), "", "1 of A's 2"),
@@ -272,7 +272,7 @@ def test_the_call_that_failed_is_made(tmp_path: Path, now: str, said: str | None
 def test_an_identity_is_judged_as_often(tmp_path: Path) -> None:
     a, b = (on("a", "b", judged=[{"x": 1}, {"x": n}]) for n in (3, 1))  # type: ignore[list-item]
     seen = replace(OBSERVED, kind="identity", id="x")
-    assert "was judged 1 times, and 3 times in A" in (said_of(tmp_path, a, b, observed=seen) or "")
+    assert "has 1 results, and 3 in A" in (said_of(tmp_path, a, b, observed=seen) or "")
 
 
 def test_a_training_elsewhere_is_another_one(tmp_path: Path) -> None:
@@ -295,10 +295,20 @@ RISES, FALLS = [1.0, 2.0, 1.5, 40.0], [1.0, 0.9, 0.8, 0.7, 0.6]
     ("losses", "kind", "more", "said"),
     [
         # The same losses, and multiples of them: a limit was raised, or the loss divided.
-        ([*RISES, 2.0], "", {}, "of what raises, not of the training"),
-        ([x / 8 for x in [*RISES, 2.0]], "objective", {}, "the scale of its loss and what raises"),
+        ([*RISES, 2.0], "", {}, "of the code that raises, not of the training"),
+        (
+            [x / 8 for x in [*RISES, 2.0]],
+            "objective",
+            {},
+            "the scale of its loss and the code that raises",
+        ),
         # Other losses on the same rows: a logarithm rises in that step too, a training that does not diverge does not.
-        ([math.log1p(x) for x in [*RISES, 2.0]], "objective", {}, "which is largest in step 4 too"),
+        (
+            [math.log1p(x) for x in [*RISES, 2.0]],
+            "objective",
+            {},
+            "which is also largest in step 4",
+        ),
         (FALLS, "objective", {}, None),
         ([1.0, 1.8, 1.2, 3.0, 2.0], "", {}, None),
         # What the model answered, or was called with, without gradients.
@@ -342,7 +352,9 @@ def test_rows_that_overlap_are_counted_by_their_pieces(
     names = [["p", "t"], ["r", "v"], ["w", "x"]]
     b = on("", "", "", called=names, pieces=pieces)  # type: ignore[arg-type]
     found = said_of(tmp_path, a, b, kind="data")
-    assert not found if is_enough else found == "its first 4 rows have 70 different pieces, A's 80"
+    assert (
+        not found if is_enough else found == "its first 4 rows have 70 distinct parts, A's have 80"
+    )
 
 
 LIMITED = """\
@@ -361,16 +373,19 @@ if loss > LIMIT:
 LOSSES = [1.0, 0.9], [1.0, 0.8, 0.7, 0.6, 0.5]
 
 
+USED = "it changes `LIMIT`, which the script's own check uses"
+
+
 @pytest.mark.parametrize(
     ("source", "key", "was", "now", "kind", "said"),
     [
-        (LIMITED, "train.py:1", "LIMIT = 4.0", "LIMIT = 9.0", "", "it changes `LIMIT`, by which"),
-        (LIMITED, "train.py:1", "LIMIT = 4.0", "LIMIT = 9.0", "data", "it changes `LIMIT`, by which"),
+        (LIMITED, "train.py:1", "LIMIT = 4.0", "LIMIT = 9.0", "", USED),
+        (LIMITED, "train.py:1", "LIMIT = 4.0", "LIMIT = 9.0", "data", USED),
         (LIMITED, "train.py:4", "if loss > LIMIT:", "if False:", "", "it changes `train.py:4`"),
         (LIMITED, "train.py:3", "loss = model(x)", "loss = old(model(x))", "", "it changes `loss`, which"),
         (LIMITED, "train.py:3", "loss = model(x)", "loss = old(model(x))", "objective", None),
-        (LIMITED, "{}", "", "--LIMIT 9", "", "it changes `LIMIT`, by which"),
-        (LIMITED, "LIMIT", "4", "9", "", "it changes `LIMIT`, by which"),
+        (LIMITED, "{}", "", "--LIMIT 9", "", USED),
+        (LIMITED, "LIMIT", "4", "9", "", USED),
         (LIMITED, "train.py:8", "opt = SGD(lr=1)", "opt = SGD(lr=2)", "", None),
         (LATER.replace("raise", "if bad: raise"), "train.py:9", "a = 1", "a = 2", "", "after its last step"),
     ],

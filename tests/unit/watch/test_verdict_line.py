@@ -97,7 +97,10 @@ KILLED = ended("KILLED_EXTERNAL", -9, signal="SIGKILL")
             "SUSPECT since step 1: loss was nan at step 1, and is finite again",
         ),
         ((started(steps=9),), "UNKNOWN: "),
-        ((example_of(ProcessFound),), "UNKNOWN: its steps and its loss are not seen from outside"),
+        (
+            (example_of(ProcessFound),),
+            "UNKNOWN: its steps and its loss are not visible from outside",
+        ),
     ],
 )
 def test_what_explains_the_others_stands_in_the_line(
