@@ -265,18 +265,20 @@ def check_arguments(
     `device` is the index of the CUDA device, -1 for the CPU.
     """
     for type_, argument in zip(variant.types, arguments, strict=True):
-        found = repr(argument)
         if isinstance(argument, Tensor):
-            place = argument.data_ptr()
-            found = f"{argument.dtype} on {argument.device} at byte {place}"
-            is_on_device = argument.get_device() == device and place % ALIGNMENT_BYTES == 0
-            fits = _POINTERS.get(argument.dtype) == type_ and is_on_device
+            is_on_device = argument.get_device() == device
+            is_aligned = argument.data_ptr() % ALIGNMENT_BYTES == 0
+            fits = _POINTERS.get(argument.dtype) == type_ and is_on_device and is_aligned
         elif type_ in _RANGES:
             limit = _RANGES[type_]
             fits = isinstance(argument, int) and -limit <= argument < limit
         else:
             fits = type_.startswith("fp") and isinstance(argument, int | float)
         if not fits:
+            # Described here alone: this runs at every launch, and printing a tensor waits for the device.
+            found: object = argument
+            if isinstance(argument, Tensor):
+                found = f"{argument.dtype} on {argument.device} at byte {argument.data_ptr()}"
             raise InternalError(
                 f"kernel {variant.name}: expected {type_}, a tensor on device {device} at a multiple of "
                 f"{ALIGNMENT_BYTES} bytes, found {found}"

@@ -210,6 +210,14 @@ def test_arguments_that_the_variant_was_compiled_for_are_accepted() -> None:
     check_arguments(scaled(), GOOD, device=-1)
 
 
+def test_arguments_that_fit_are_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: torch.Tensor, **_: Any) -> str:
+        raise AssertionError("printing a tensor waits for the device")
+
+    monkeypatch.setattr(torch.Tensor, "__repr__", refuse)
+    check_arguments(scaled(), GOOD, device=-1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
