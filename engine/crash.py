@@ -146,11 +146,8 @@ def trace_of(error: BaseException) -> str:
     """Format the traceback of an error without secrets; a long one keeps its beginning and its end."""
     from engine.redact import Redactor
 
-    try:
-        # The innermost frames are the most informative.
-        text = "".join(traceback.format_exception(error, limit=-100))
-    except Exception as text_error:  # noqa: BLE001 - an error whose own text cannot be made
-        text = f"{type(error).__name__}, whose text raises {type(text_error).__name__}"
+    # The innermost frames are the most informative.
+    text = "".join(traceback.format_exception(error, limit=-100))
     if len(text) > REPORT_CHARACTERS:
         half = REPORT_CHARACTERS // 2
         text = f"{text[:half]}\n[... of {len(text):,} characters ...]\n{text[-half:]}"
@@ -186,9 +183,5 @@ def _forget_old(folder: Path) -> None:
 
 
 def _one_line(error: Exception) -> str:
-    try:
-        text = str(error)
-    except Exception:  # noqa: BLE001 - the error's own text is broken too
-        text = ""
-    first = text.strip().split("\n")[0]
+    first = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}: {printable(clipped(first, MESSAGE_CHARACTERS))}".rstrip(": ")

@@ -107,14 +107,9 @@ class _Driver:
         return buffer.value.decode("utf-8", "replace")
 
     def uuid(self, device: int) -> str:
-        """Return the uuid. The _v2 call gives a MIG instance its own uuid; drivers before CUDA 11.4 lack it."""
+        """Return the uuid. The _v2 call gives a MIG instance its own."""
         raw = (ctypes.c_ubyte * 16)()
-        try:
-            self.call("cuDeviceGetUuid_v2", raw, device)
-        except CudaError as error:
-            if error.code != 500:
-                raise
-            self.call("cuDeviceGetUuid", raw, device)
+        self.call("cuDeviceGetUuid_v2", raw, device)
         return str(uuid.UUID(bytes=bytes(raw)))
 
     def attribute(self, number: int, device: int) -> int:

@@ -13,8 +13,7 @@ buffer, another compares it with the older one. So the first tick has no number,
 tick cover exactly the time since the tick before.
 
 Hopper and newer data-centre GPUs have them. On other GPUs, old drivers, virtual GPUs and MIG instances the
-counters are absent with a reason, and are queried only once; a sample that fails is retried after 1, 2, 4,
-... 64 ticks.
+counters are absent with a reason, and are queried only once; a sample that fails is retried at the next tick.
 """
 
 from __future__ import annotations
@@ -34,8 +33,6 @@ METRICS = {
 }
 _VERSION = 1
 _CALL = "nvmlGpmMetricsGet"
-LONGEST_WAIT_TICKS = 64
-"""Maximum number of ticks between two tries of a query that fails."""
 _FIRST_TICK = "needs two samples, some time apart"
 
 
@@ -47,7 +44,6 @@ class Gpm:
         self._why_not = lost
         self._buffers: list[Any] = []
         self._older_is_valid = False
-        self._failure, self._failures, self._wait_ticks = "", 0, 0
         if lost is None:
             self._open()
 
@@ -67,20 +63,13 @@ class Gpm:
         """Return the means since the last call, each a value or the reason why there is none."""
         if self._why_not is not None:
             return self._all_absent(self._why_not)
-        if self._wait_ticks > 0:
-            self._wait_ticks -= 1
-            return self._all_absent(self._failure)
         module, (older, newer) = self._module, self._buffers
         try:
             module.nvmlGpmSampleGet(self._handle, newer)
         except module.NVMLError as error:
             # An unfilled buffer must not be used for a comparison: start again.
             self._older_is_valid = False
-            self._failure = f"NVML: {error}"
-            self._wait_ticks = min(2**self._failures, LONGEST_WAIT_TICKS)
-            self._failures += 1
-            return self._all_absent(self._failure)
-        self._failures = 0
+            return self._all_absent(f"NVML: {error}")
         self._buffers = [newer, older]
         if not self._older_is_valid:
             self._older_is_valid = True

@@ -149,10 +149,6 @@ class Host:
         some, full = (table.word(k, r"avg10=(\d+\.\d+)", float) for k in ("some", "full"))
         return some, full
 
-    def psi_memory_pct(self) -> tuple[Reading, Reading]:
-        """Return memory PSI (some, full) over the last 10 s, in percent."""
-        return self.psi_pct("memory")
-
     def cpu_count(self) -> Reading:
         """Return the number of online CPUs."""
         table = read_table(self.proc / "stat")

@@ -78,6 +78,6 @@ def read_kill_counters(
         memcg_peak_bytes=usage.peak_bytes,
         host_available_bytes=memory.available_bytes,
         host_swap_free_bytes=memory.swap_free_bytes,
-        psi_memory_full_avg10_pct=host.psi_memory_pct()[1],
+        psi_memory_full_avg10_pct=host.psi_pct("memory")[1],
         oom_score_adj=read_first(host.proc / who / "oom_score_adj", r"(-?\d+)\s", int),
     )

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from engine.machine.gpm import LONGEST_WAIT_TICKS
 from engine.machine.reading import Reading, absent, measured
 
 # Return codes of nvml.h: part of its ABI, so they are the same in every binding.
 _INVALID_ARGUMENT, _NOT_SUPPORTED, _NO_PERMISSION, _FUNCTION_NOT_FOUND = 2, 3, 4, 13
 GPU_IS_LOST, _VERSION_MISMATCH, _DEPRECATED = 15, 25, 26
 _FORM_MISSING = (_FUNCTION_NOT_FOUND, _VERSION_MISMATCH, _DEPRECATED)
+LONGEST_WAIT_TICKS = 64
+"""Maximum number of ticks between two tries of a query that fails."""
 _PERMANENT = (_INVALID_ARGUMENT, _NOT_SUPPORTED, _NO_PERMISSION, *_FORM_MISSING)
 
 

@@ -207,7 +207,7 @@ def _check_not_teacher(spec: RunSpec) -> None:
             "student.path",
             student.path,
             "other weights than the teacher's",
-            "the teacher's own",
+            "the same values: it is the teacher's own path",
             hint="a student equal to its teacher has nothing to learn from it; give a smaller model, or a shape for "
             "fresh weights in student.config; with teacher.context it learns what that text tells its teacher; "
             "teacher.allow_identical=true trains it all the same",

@@ -41,9 +41,9 @@ def choose_backend(
     describes its stored outputs when they are to be read instead of computed.
 
     `dense_bytes` and `packed_bytes` are what the whole run needs at its peak with dequantised and with
-    quantised weights; `packed_bytes` is None when the file has no quantised blocks or the size is
-    unknown. Dequantised weights are faster, so `auto` takes them if they fit in `available_bytes`. If
-    neither fits, `auto` still names a backend: the memory budget refuses the run.
+    quantised weights; `packed_bytes` is None when the file has no quantised blocks. Dequantised weights are
+    faster, so `auto` takes them if they fit in `available_bytes`. If neither fits, `auto` still names a backend:
+    the memory budget refuses the run.
 
     fp8 weights are dequantised ones of a byte each: fp8 and `quantized` exclude each other.
 
@@ -92,10 +92,8 @@ def choose_backend(
             impossible=("quantized",),
             overridden=wanted != "auto",
         )
-    if not quantised_blocks:
+    if packed_bytes is None:
         packed = "the file has no quantized blocks"
-    elif packed_bytes is None:
-        packed = "with weights in blocks the run needs less"
     else:
         packed = (
             f"with weights in blocks the run needs {format_need(packed_bytes, available_bytes)}"

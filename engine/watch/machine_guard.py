@@ -67,7 +67,7 @@ class MemoryGuard:
 
     def check(self) -> MemoryActions:
         """Check the readings; to be called once a second. `stop` and `end` are each returned once."""
-        memory, (_, full) = self._host.memory(), self._host.psi_memory_pct()
+        memory, (_, full) = self._host.memory(), self._host.psi_pct("memory")
         available, total = memory.available_bytes.number, memory.total_bytes.number
         if available is None or total is None or full.number is None:
             missing = full.absent or memory.available_bytes.absent or memory.total_bytes.absent

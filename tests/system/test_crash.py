@@ -60,11 +60,6 @@ def _nested() -> Exception:
     raise AssertionError
 
 
-class _Untellable(Exception):
-    def __str__(self) -> str:
-        raise ValueError
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -72,7 +67,6 @@ class _Untellable(Exception):
         KeyError("\x1b[2J"),
         OSError("without a file"),
         ExceptionGroup("many", [ValueError("x" * 10_000)] * 100),
-        _Untellable(),
         _nested(),
     ],
 )

@@ -59,11 +59,6 @@ def test_every_fact_of_every_gpu_arrives_in_its_unit(stub: Path) -> None:
     assert second.total_bytes.value == 200 << 30
 
 
-def test_a_driver_before_cuda_11_4_gives_its_uuid_by_the_older_name(tmp_path: Path) -> None:
-    facts = ask(compiled(tmp_path, "-DOLD_DRIVER"))
-    assert facts.devices[0].uuid.value == "00010203-0405-0607-0809-0a0b0c0d0e0f"
-
-
 def test_attribute_numbers_are_those_of_cuda_h() -> None:
     triton = pytest.importorskip("triton", reason="Triton brings cuda.h and is not installed")
     header = Path(triton.__file__).parent / "backends/nvidia/include/cuda.h"

@@ -79,7 +79,7 @@ def test_available_memory_does_not_fall_when_the_page_cache_grows(tmp_path: Path
 
 
 def test_the_rest_of_the_host_is_read(host: Host) -> None:
-    some, full = host.psi_memory_pct()
+    some, full = host.psi_pct("memory")
     assert (some.value, full.value) == (12.34, 3.10)
     assert host.load1().value == 1.25
     assert host.vmstat_oom_kill().value == 3
@@ -225,7 +225,7 @@ def every_reading(host: Host) -> dict[str, Reading]:
         for name in dir(record)
         if not name.startswith("_")
     }
-    some, full = host.psi_memory_pct()
+    some, full = host.psi_pct("memory")
     readings |= {"some": some, "full": full, "load1": host.load1()}
     readings |= {"count": host.cpu_count(), "effective": host.cpu_effective()}
     return {name: r for name, r in readings.items() if isinstance(r, Reading)}
