@@ -419,7 +419,10 @@ def test_memory_that_runs_out_under_a_capture_leaves_a_run_that_goes_on(update: 
     greedy.wants_too_much = False
     other.optimizer.zero_grad(set_to_none=True)
     capture_student(other, length=256)
-    assert_outputs_agree(plain, other)
+    found_BTD, _ = outputs_of(other)
+    assert other.graphs is not None
+    other.graphs = None
+    assert torch.equal(found_BTD, outputs_of(other)[0])
 
 
 ASKS = """
