@@ -1,4 +1,4 @@
-"""An axis: the position of a value, and the round values to label.
+"""Compute the position of a value on an axis, and the round values of its labels.
 
 Positions are computed from halves, because the difference of two large finite floats may overflow.
 """
@@ -40,7 +40,7 @@ class Axis:
         return self.dots_of((value,))[0]
 
     def dots_of(self, places: Iterable[float]) -> list[int]:
-        """Return the dot of each place, clipped to the axis; on a logarithmic axis a place is a logarithm."""
+        """Return the dot of each position, clipped to the axis; on a logarithmic axis a position is a logarithm."""
         low, half_span, last = self.low / 2, self.high / 2 - self.low / 2, self.dots - 1
         if not half_span > 0:
             return [round(0.5 * last) for _ in places]
@@ -51,7 +51,7 @@ class Axis:
         ]
 
     def heights(self, values: Sequence[float | None]) -> list[int | None]:
-        """Return `dot` of many values; None for an absent one."""
+        """Return `dot` of many values; None for an absent value."""
         known = [y if y is not None and (y > 0 or not self.is_log) else None for y in values]
         places = (y for y in known if y is not None)
         dots = iter(self.dots_of(map(math.log10, places) if self.is_log else places))
@@ -79,12 +79,12 @@ class Axis:
 
 
 def _round_ticks(low: float, high: float, count: int) -> list[Tick]:
-    """Return multiples of 1, 2 or 5 times a power of ten in [low, high]; empty where floats are too coarse or
-    too large for that."""
+    """Return multiples of 1, 2 or 5 times a power of ten in [low, high]; empty if floats are too coarse or too large
+    for that."""
     span = high - low
     if not (1e-300 < span < 1e300 and span > 1e-12 * max(abs(low), abs(high))):
         return []
-    # A step with fewer than two ticks on the axis is too long: take the next shorter one.
+    # A step with fewer than two ticks on the axis is too long: take the next shorter step.
     exponent = math.floor(math.log10(span / count)) + 1
     steps = [(digit, exponent - down) for down in range(3) for digit in reversed(ROUND_DIGITS)]
     for digit, power in steps:

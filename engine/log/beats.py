@@ -2,12 +2,12 @@
 
     <run>/ranks/<rank>.beat        pid, step, collectives entered: three little-endian u64
     <run>/ranks/<rank>.jsonl       the log of a rank other than rank 0, whose log is the run's
-    <run>/ranks/lost.json          which rank ended the run, when one did
+    <run>/ranks/lost.json          the rank that ended the run, if one did
 
 A rank writes its beat when it enters a collective of a step, and when it has finished its part of that step and
 starts to wait for the others. Every rank enters the same collectives in the same order. So while a step hangs, the
 waiting ranks have a higher step, or have entered more collectives, than the rank that they wait for. Stacks do not
-show this: those of all ranks that wait in a collective are alike.
+show this, because all ranks that wait in a collective have the same stacks.
 
 A beat is one write of 24 bytes at a fixed offset. It is not a log: a torn or missing beat reads as "not
 known".
@@ -53,7 +53,7 @@ class LostRank:
     rank: int
     pid: int
     returncode: int
-    """Exit status of that process; minus the signal number when a signal ended it."""
+    """Exit status of the rank's process; minus the signal number if a signal ended it."""
     sentence: str
 
 
@@ -105,11 +105,11 @@ def behind(beats: Sequence[Beat]) -> list[Beat]:
 def waited_for(
     beats: Sequence[Beat], hosts: Mapping[int, str] = MappingProxyType({})
 ) -> str | None:
-    """Describe which ranks hold up the others, with their hosts where these are given; None when none does."""
+    """Describe the ranks that hold up the others, with their hosts if given; None if no rank does."""
     late = behind(beats)
     if not late:
         return None
-    # A rank that is late within step N holds up step N + 1.
+    # A rank that has not finished step N holds up step N + 1.
     most = max(beat.step for beat in beats)
     most += all(beat.step == most for beat in late)
     names = ", ".join(

@@ -1,9 +1,9 @@
 """Downsample columns of a run to as many points as can be drawn, for the terminal, the report and the notebook.
 
-Rows are cut into intervals, of equal width on x (`equal_widths`, for a window that is zoomed) or of equal row counts
-(`equal_counts`, so that a long pause does not flatten what lies around it). Of each interval the lowest and the
-highest value are kept, so a spike of one step in a million is still drawn, and whether a value was NaN or infinite.
-`buckets` returns the intervals; `points` returns the kept rows, each at its own x.
+Rows are divided into intervals of equal width on x (`equal_widths`, for a zoomed window) or of equal row counts
+(`equal_counts`, so that a long pause does not compress the curve before and after it). The lowest and the highest
+value of each interval are kept, so that a spike of one step in a million is still drawn, and whether a value was NaN
+or infinite. `buckets` returns the intervals; `points` returns the kept rows, each at its own x.
 """
 
 # Shapes: N rows, I intervals
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from engine.log.table import Numbers
 
 Row: TypeAlias = tuple[float, float | None]
-"""x, and y or None where it is absent."""
+"""A point: x, and y or None if y is absent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +34,10 @@ class Bucket:
     x_first: float
     x_last: float
     low: float | None
-    """The lowest finite value; None when there is none."""
+    """The lowest finite value; None if there is none."""
     high: float | None
     non_finite: int
-    """Number of values that are NaN or infinite; an absent one is neither."""
+    """Number of values that are NaN or infinite; an absent value is neither."""
 
 
 def bucket_at(x: float, y: float | None) -> Bucket:
@@ -53,8 +53,8 @@ def equal_counts(count: int, limit: int) -> list[int]:
 
 
 def equal_widths(xs: Sequence[float] | Numbers, low: float, high: float, limit: int) -> list[int]:
-    """Return the I + 1 edges of at most `limit` intervals of the rows whose x, which does not decrease, is in
-    [low, high]. Their width is a round number, so that they stay the same while rows are appended."""
+    """Return the I + 1 edges of at most `limit` intervals of the rows whose x is in [low, high]; x must not decrease.
+    The width is a round number, so that the intervals stay the same while rows are appended."""
     import numpy as np
 
     begin = int(np.searchsorted(xs, low))
@@ -67,13 +67,13 @@ def equal_widths(xs: Sequence[float] | Numbers, low: float, high: float, limit: 
 
 
 def _round_width(width: float) -> float:
-    """Round up to the next of eight widths per doubling: never more than an eighth wider."""
+    """Round up to the next of eight widths per doubling, which is at most an eighth wider."""
     share, exponent = math.frexp(width)
     return math.ldexp(math.ceil(share * 16) / 16, exponent)
 
 
 def buckets(xs: Column, ys: Column, edges: Sequence[int]) -> list[Bucket]:
-    """Return the rows between each two of I + 1 increasing edges, (I,)."""
+    """Return a bucket for each of the I intervals between I + 1 increasing edges, (I,)."""
     if len(edges) < 2:
         return []
     at = list(edges)
@@ -100,9 +100,9 @@ def buckets(xs: Column, ys: Column, edges: Sequence[int]) -> list[Bucket]:
 
 
 def points(xs: Column, ys: Column, limit: int, *, gaps: bool = False) -> tuple[Row, ...]:
-    """Return the rows that have a value; more than 2 * `limit` become at most 3 * `limit`: the lowest, the highest and
-    one that is not finite of each of `limit` intervals. With `gaps` a row whose value is absent is returned with None;
-    each interval keeps up to one such row in addition. A row without x is left out."""
+    """Return the rows that have a value. More than 2 * `limit` rows are reduced to at most 3 * `limit`: the lowest,
+    the highest and one non-finite value of each of `limit` intervals. With `gaps`, rows with an absent value are
+    returned with None, at most one more for each interval. A row without x is left out."""
     import numpy as np
 
     x_N, y_N = numbers(xs), numbers(ys)
@@ -123,8 +123,9 @@ def points(xs: Column, ys: Column, limit: int, *, gaps: bool = False) -> tuple[R
 def _extremes(
     column: Numbers, edges: Sequence[int]
 ) -> tuple[Numbers, Numbers, list[bool], list[int]]:
-    """Return of each interval of all rows the lowest and the highest finite value, whether there is one, and how
-    many are not finite, (I,) each. All intervals share one call, because a call costs more than a few rows."""
+    """Return for each interval the lowest and the highest finite value, whether there is a finite value, and the
+    number of non-finite values, (I,) each. All intervals share one call, because a call costs more than a few
+    rows."""
     import numpy as np
 
     begins = edges[:-1]
@@ -158,7 +159,7 @@ def _kept_rows(column: Numbers, edges: Sequence[int]) -> NDArray[np.intp]:
 
 
 def _firsts(mask: NDArray[np.bool_], edges: Sequence[int]) -> NDArray[np.intp]:
-    """Return the first row of each interval that is true in `mask`; an interval without one gives none."""
+    """Return the first row of each interval that is true in `mask`; intervals without such a row are left out."""
     import numpy as np
 
     true = np.append(np.flatnonzero(mask), edges[-1])

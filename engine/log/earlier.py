@@ -1,4 +1,4 @@
-"""Records of earlier versions, converted to those that are logged in their place now."""
+"""Convert records of earlier versions to the records that this version logs in their place."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _RECORDS: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
     "alert": (ALERT, {"severity": "level", "title": "text", "last_step": "step"}, {}),
     "alert_cleared": (ALERT, {"stood_s": "numbers"}, {"level": PASS, "text": "over", "step": 0}),
 }
-"""For each kind that is `judged` now: by what, the fields with another name now, and fields that it lacks."""
+"""Kinds that are now logged as `judged`: the value of `by`, the renamed fields, and the fields that must be added."""
 _LEVELS = {"contradiction": FAIL, "error": FAIL, "warning": SUSPICION}
 
 
 def as_now(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the record that is logged now in the place of `record`."""
+    """Return the record that this version logs in the place of `record`."""
     if record["kind"] not in _RECORDS:
         return record
     by, renamed, lacking = _RECORDS[record["kind"]]
@@ -33,7 +33,7 @@ def as_now(record: dict[str, Any]) -> dict[str, Any]:
         for name, _, reference in numbers:
             compared[name] = f"{compared[name]}; {reference}" if name in compared else reference
         now |= {"numbers": {name: value for name, value, _ in numbers}, "compared": compared}
-        # A path with the place of a number becomes one with its name.
+        # A path with the index of a number becomes a path with its name.
         escaped = [name.replace("~", "~0").replace("/", "~1") for name, _, _ in numbers]
         names = {f"numbers/{at}/1": f"numbers/{name}" for at, name in enumerate(escaped)}
         now["nf"] = {names[path]: value for path, value in (record.get("nf") or {}).items()}

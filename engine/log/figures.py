@@ -1,14 +1,14 @@
 """The numbers in the charts of a run and their references, for the terminal, the report and the notebook.
 
-The losses of training are means of an objective that mixes cross entropy and divergence, over the rows of one
-step. Those on held-out text are cross entropies over the same rows each time, of student and teacher alike, so
-only they can be compared with the teacher's: they have a chart of their own.
+A training loss is the mean over the rows of one step of an objective that mixes cross entropy and divergence. A
+held-out loss is a cross entropy, always over the same rows, for the student as for the teacher. So only held-out
+losses can be compared with the teacher's, and they have a separate chart.
 
     gap closed    (start - student) / (start - teacher), each a held-out cross entropy
-    lanes         readings as shares of what is full: utilisation of 100 %, memory of what there is
-    mem, own      memory of a GPU or of the machine that all processes hold, and what the trainer itself holds
-                  of it: on a GPU what its allocator has reserved, or NVML's count of a process watched from
-                  outside; of the machine its resident bytes
+    lanes         readings as shares of their maximum: utilisation of 100 %, memory of the total
+    mem, own      memory of a GPU or of the machine used by all processes, and the part used by the trainer: on a GPU
+                  the bytes reserved by its allocator, or NVML's number for a process watched from outside; on the
+                  machine its resident bytes
 """
 
 # Shapes: C cells of a lane
@@ -26,12 +26,12 @@ from engine.log.view import LogLine, RunView
 LOSSES = ("loss", "ce", "kd")
 STUDENT_SUBJECTS = ("untrained", "student")
 LEAST_GAP = 1e-3
-"""Smallest gap between start and teacher for which a share of it is shown, in nats."""
+"""Smallest gap between start and teacher of which the closed share is shown, in nats."""
 
 
 def held_out(view: RunView) -> list[tuple[float, float]]:
-    """Return step and loss, in nats, of each evaluation of the student on held-out text, the start's first; of
-    several at one step the newest."""
+    """Return step and loss, in nats, of each evaluation of the student on held-out text, beginning with the untrained
+    student; of several evaluations at one step, the newest."""
     losses = {
         float(done.step): done.loss
         for done in view.evals
@@ -41,7 +41,8 @@ def held_out(view: RunView) -> list[tuple[float, float]]:
 
 
 def references(view: RunView) -> dict[str, float]:
-    """Return the held-out losses that the student's are compared with: of the teacher, and of itself at the start."""
+    """Return the held-out losses with which the student's is compared: those of the teacher and of the untrained
+    student."""
     losses = {}
     for subject, name in (("teacher", "teacher"), ("untrained", "start")):
         done = view.eval_of(subject)
@@ -51,8 +52,8 @@ def references(view: RunView) -> dict[str, float]:
 
 
 def gap_closed(view: RunView) -> float | None:
-    """Return how much of the way from its start to the teacher the student has come on held-out text; None where
-    that is not known, or the teacher is no better than the start was."""
+    """Return the share of the held-out gap between the untrained student and the teacher that the student has closed;
+    None if it is not known, or if the teacher is no better than the untrained student."""
     known, losses = references(view), held_out(view)
     if len(losses) < 2 or len(known) < 2 or known["start"] - known["teacher"] < LEAST_GAP:
         return None
@@ -62,7 +63,7 @@ def gap_closed(view: RunView) -> float | None:
 
 
 def gap_text(view: RunView) -> str:
-    """Say how much of the gap is closed; empty where that is not known."""
+    """Format the share of the gap that is closed; empty if it is not known."""
     share = gap_closed(view)
     if share is None:
         return ""
@@ -75,13 +76,13 @@ class Curve:
 
     name: str
     of: str = ""
-    """Device of a reading: CPU, GPU 0."""
+    """Device of a reading, such as `CPU` or `GPU 0`."""
     table: Table
     column: str
     full: float = 1.0
     """Divisor of the values for drawing."""
     whole: float | None = None
-    """Total from which the values are subtracted first, for a column of free bytes; None for any other column."""
+    """For a column of free bytes, the total from which the values are first subtracted; None for any other column."""
 
     def drawn(self, value: float) -> float:
         """Return a value of the column as it is drawn."""
@@ -89,10 +90,10 @@ class Curve:
 
     @property
     def times(self) -> str:
-        """The column that has the time, which does not decrease in tables of steps."""
+        """Name of the column with the time; in a table of steps, the non-decreasing one."""
         return "clock_s" if "clock_s" in self.table.columns else "unix_s"
 
-    # Of a lane, which is drawn in percent.
+    # For a lane, which is drawn in percent.
 
     @property
     def newest(self) -> float | None:
@@ -105,13 +106,13 @@ class Curve:
         return self.shares([unix_s, math.nextafter(unix_s, math.inf)])[0]
 
     def shares(self, edges_s: Sequence[float]) -> list[float | None]:
-        """Return the mean share between each two of the C + 1 unix times, which do not decrease, (C,)."""
+        """Return the mean share in each of the C intervals between C + 1 non-decreasing unix times, (C,)."""
         means = self.table.means(self.column, "unix_s", edges_s)
         return [None if mean is None else self.drawn(mean) / 100 for mean in means]
 
 
 def lanes_of(view: RunView) -> list[Curve]:
-    """Return the lanes of each GPU, the most important first; without a GPU those of CPU and memory. A lane is a
+    """Return the lanes of each GPU, the most important first; without a GPU, the lanes of CPU and memory. A lane is a
     reading in percent of its maximum."""
     readings: list[tuple[str, str, Table, str, float | None]] = []
     for index, table in sorted(view.gpu_tables.items()):
@@ -154,14 +155,14 @@ def lanes_of(view: RunView) -> list[Curve]:
 
 
 def _was_read(table: Table, column: str) -> bool:
-    """Return whether a column has a reading; its newest entry is absent once a trainer has ended."""
+    """Return whether a column has any reading: the newest entry may be absent, as after the trainer's end."""
     return table.last(column) is not None or table.range(column).low is not None
 
 
 def _trainer_memory(view: RunView, index: int) -> tuple[Table, str]:
     """Return the table and column of the trainer's memory on a GPU."""
     table = view.gpu_tables[index]
-    # The allocator reports one process, and not which of several GPUs it uses.
+    # The allocator reports one process, without the GPU that the process uses.
     if len(view.gpu_tables) == 1 and not _was_read(table, "family_gpu_mem_bytes"):
         return view.hosts, "memory_reserved_bytes"
     return table, "family_gpu_mem_bytes"
@@ -183,7 +184,7 @@ def _cores(view: RunView) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """Something that happened at one time: an alert or a compile."""
+    """An event at one time: an alert or a compile."""
 
     unix_s: float
     sign: str
@@ -197,12 +198,12 @@ class Figure:
     id: str
     title: str
     unit: str = ""
-    """`s`, `bytes`, `%` (the axis is then that of all of it), or nothing."""
+    """`s`, `bytes`, `%` (the axis is then 0 to 100 %), or empty."""
     curves: tuple[Curve, ...]
     levels: tuple[tuple[str, float], ...] = ()
     marks: tuple[Mark, ...] = ()
     points: bool = False
-    """Whether each row is shown as a point: they are few, and nothing is known between them."""
+    """Whether each row is shown as a point, because rows are few and values between them are not known."""
 
 
 EVALS = ("step", "clock_s", "loss")
@@ -238,7 +239,7 @@ def figures_of(view: RunView) -> list[Figure]:
     figures.append(
         Figure(
             id="memory",
-            title="memory: all that is in use, and the trainer's own",
+            title="memory: used by all processes, and by the trainer",
             unit="bytes",
             curves=_memory_curves(view),
         )
@@ -249,14 +250,15 @@ def figures_of(view: RunView) -> list[Figure]:
 def _steps_figure(
     id: str, title: str, steps: Table, columns: Sequence[tuple[str, str]], *, unit: str = ""
 ) -> Figure:
-    """Return a chart of the columns of steps that have a value, by name and column; of the first where none has."""
+    """Return a chart of those of `columns` (name and column of the steps table) that have a value; of the first if
+    none has."""
     curves = [Curve(name=name, table=steps, column=column) for name, column in columns]
     shown = [curve for curve in curves if _was_read(steps, curve.column)] or curves[:1]
     return Figure(id=id, title=title, unit=unit, curves=tuple(shown))
 
 
 def _memory_curves(view: RunView) -> tuple[Curve, ...]:
-    """Return the memory in use of each GPU and of the machine, each followed by the trainer's part of it."""
+    """Return curves of the used memory of each GPU and of the machine, each followed by the trainer's part."""
     curves = []
     for index, table in sorted(view.gpu_tables.items()):
         curves.append(Curve(name=f"GPU {index}", table=table, column="gpu_mem_used_bytes"))
@@ -293,7 +295,7 @@ def marks_of(view: RunView) -> tuple[Mark, ...]:
 
 
 def _evaluated(view: RunView) -> Table:
-    """Return the student's held-out losses as a table; the loss before training is at the first step."""
+    """Return the student's held-out losses as a table; the loss before training is placed at the first step."""
     table, steps = Table(EVALS), view.steps
     losses = held_out(view)
     rows = (

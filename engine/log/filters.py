@@ -1,11 +1,11 @@
-"""The filter of a list of runs: terms between spaces, all of which must hold.
+"""Filter a list of runs by terms separated by spaces, all of which must hold.
 
     lr>0.001            a setting, by its short name or as section.key; also loss, held-out and step
-    loss.kernel=eager   > < >= <= compare numbers; = and != compare texts too
+    loss.kernel=eager   > < >= <= compare numbers; = and != also compare strings
     state:failed        the state of the run
     tag:baseline        one of its tags
-    /lr-\\d+$/           a regular expression, found in the name, the state, the tags or the other words of the run
-    sweep               a plain word, searched in the same texts
+    /lr-\\d+$/           a regular expression, searched in the run's name, state, tags and other text
+    sweep               a plain word, searched in the same text
 
 Case is ignored. The module is pure, so the terminal and the command line filter alike.
 """
@@ -23,7 +23,7 @@ from engine.errors import BadInput
 from engine.log.text import one_line
 
 MEASURED = ("loss", "held-out", "step")
-"""Names of measured numbers, as opposed to settings."""
+"""Names of measured numbers; any other name is a setting."""
 _TERM = re.compile(r"/(?:\\.|[^/\\])*/(?!\S)|\S+")
 _COMPARISON = re.compile(r"([A-Za-z_][\w.-]*)(>=|<=|!=|=|>|<)(.*)", re.DOTALL)
 _FIELD = re.compile(r"([A-Za-z]+):(.*)", re.DOTALL)
@@ -47,7 +47,7 @@ class Subject:
     values: Mapping[str, object]
     """Each setting by section.key, and the MEASURED numbers."""
     words: str
-    """Text that is searched for words: name, state, tags and more."""
+    """Text that is searched for words and regular expressions: name, state, tags and more."""
 
 
 Term = Callable[[Subject], bool]
@@ -64,7 +64,7 @@ class Filter:
 
 
 def number_of(value: object) -> float | None:
-    """Return a number, or a text that spells one, as a float; None for anything else."""
+    """Return a number, or a string that can be parsed as a number, as a float; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -74,7 +74,7 @@ def number_of(value: object) -> float | None:
 
 
 def setting_text(value: object) -> str:
-    """Return a setting as a short text: 0.001, true, a/b, one,two."""
+    """Format a setting as a short string: 0.001, true, a/b, one,two."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):
@@ -85,8 +85,8 @@ def setting_text(value: object) -> str:
 
 
 def parse_filter(text: str, names: Collection[str] = ()) -> Filter:
-    """Parse a filter; `names` are the settings of the listed runs, each as section.key. Raises BadInput for a bad term,
-    with what was expected. Without names, a setting is looked up in each run as it is written."""
+    """Parse a filter; `names` are the settings of the listed runs, each as section.key. Without `names`, a setting's
+    name is looked up unchanged in each run. Raises BadInput for a bad term."""
     return Filter(tuple(_term(term, names) for term in _TERM.findall(text)))
 
 
@@ -149,7 +149,8 @@ def _comparison(term: str, name: str, sign: str, text: str, names: Collection[st
 
 
 def _full_name(term: str, name: str, names: Collection[str]) -> str:
-    """Return the section.key that a name abbreviates. A measured number comes before a setting of that short name."""
+    """Return the section.key that a name abbreviates. A measured number has priority over a setting with the same
+    short name."""
     if name in MEASURED or name in names or not names:
         return name
     full = sorted(key for key in names if key.rpartition(".")[2] == name)

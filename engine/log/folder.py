@@ -1,11 +1,11 @@
-"""The run folder, which holds everything about a run.
+"""Open, create and find run folders. A run folder holds everything about a run.
 
-spec.toml       what was requested      events.jsonl device.jsonl watch.jsonl   the logs
+spec.toml       as requested            events.jsonl device.jsonl watch.jsonl   the logs
                                         device-HOST.jsonl watch-HOST.jsonl      those of each further host
 effective.json  after defaults          stderr.txt               what the processes printed
-resolved.json   what `auto` became
-receipt.json    at the end              checkpoints/ student/    what was produced
-notes.json      tags and a note         rows/                    what every step trained on, by content
+resolved.json   the values of `auto`
+receipt.json    written at the end      checkpoints/ student/    what was produced
+notes.json      tags and a note         rows/                    hashes of the rows of every step
 verified.json   the outcome of `engine verify`
 reserve         disk space that is released when the disk is full, so that the end can be logged
 """
@@ -36,14 +36,14 @@ RESERVE_BYTES = 64 << 10
 _RANK_LOG = re.compile(r"([1-9][0-9]{0,5})\.jsonl")
 _HOST_LOG = re.compile(r"(device|watch)-([\w.-]{1,64})\.jsonl", re.ASCII)
 COMMAND = "command"
-"""Key of effective.json in the run of a watched script: command, folder and commit instead of settings."""
+"""Key of effective.json with the command, folder and commit of a watched script, which has no settings."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     path: Path
     host: str = ""
-    """The host whose supervisor and sampler write `watch`, `device` and `stderr`; empty for the first of a run."""
+    """The host whose supervisor and sampler write `watch`, `device` and `stderr`; empty for the run's first host."""
 
     def _of_host(self, name: str) -> Path:
         stem, dot, suffix = name.partition(".")
@@ -83,12 +83,12 @@ class RunFolder:
         return self._of_host("watch.jsonl")
 
     def rank_log(self, rank: int) -> Path:
-        """Return the log of a rank; the first rank writes the run's own."""
+        """Return the path of a rank's log; the first rank's is events.jsonl."""
         return self.path / "ranks" / f"{rank}.jsonl" if rank else self.events
 
     def logs(self) -> dict[str, Path]:
-        """Return the logs of the run by source: the three that every run has, `device HOST` and `watch HOST` of each
-        further host, and `rank 1`, `rank 2`, ..., where they exist."""
+        """Return the logs of the run by source: the three logs of every run and, if they exist, `device HOST` and
+        `watch HOST` of the other hosts, and `rank 1`, `rank 2`, ..."""
         logs = {"events": self.events, "device": self.device, "watch": self.watch}
         names = [] if self.host else sorted(_names(self.path))
         for match in filter(None, map(_HOST_LOG.fullmatch, names)):
@@ -119,7 +119,8 @@ class RunFolder:
         return self.path / "reserve"
 
     def keep_reserve(self) -> None:
-        """Reserve disk space for the last log lines of a run whose disk fills up. Raises DiskFull, RunLogError."""
+        """Reserve disk space, so that a run can write its last log lines when the disk is full. Raises DiskFull,
+        RunLogError."""
         try:
             with self.reserve.open("wb") as file:
                 os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
@@ -129,7 +130,7 @@ class RunFolder:
             ) from error
 
     def free_reserve(self) -> None:
-        # A disk that refuses even this must not mask the original error; the last log lines will report it.
+        # An error here must not mask the original error; writing the last log lines will report it.
         with contextlib.suppress(OSError):
             self.reserve.unlink(missing_ok=True)
 
@@ -152,7 +153,7 @@ class RunFolder:
         return abs(time.time() - max(changed_s))
 
     def read_receipt(self) -> dict[str, Any] | None:
-        """Read the receipt; None when the run has not written one. Raises RunLogError for an invalid one."""
+        """Read the receipt; None if the run has not written one. Raises RunLogError if it is invalid."""
         if not os.path.lexists(self.receipt):
             return None
         return read_json_object(self.receipt, "receipt", limits.RUN_FILE, error=RunLogError)
@@ -189,15 +190,15 @@ class WatchedCommand:
 
     arguments: tuple[str, ...]
     folder: str
-    """Folder in which it was started."""
+    """Folder in which the command was started."""
     commit: str | None
     """Commit of that folder, with `+` if files differ from it."""
     part_of: str | None = None
-    """Name of the command's first run, in the same folder of runs: a command that trains several times has a run for
-    each training. None in the first run."""
+    """Name of the command's first run, in the same folder of runs; None in the first run. A command that trains
+    several times has one run for each training."""
     pid: int | None = None
-    """The script's process, if it was there before the run folder: the script watches itself, trains again, or was
-    running when `engine watch --pid` began. Else None."""
+    """The script's process id, if the process is older than the run folder: the script watches itself, trains again,
+    or was running when `engine watch --pid` began. Else None."""
 
     @property
     def line(self) -> str:
@@ -206,7 +207,7 @@ class WatchedCommand:
 
     @property
     def short(self) -> str:
-        """The line without the folder of its program."""
+        """The command line without the folder of its program."""
         return (
             shlex.join((Path(self.arguments[0]).name, *self.arguments[1:]))
             if self.arguments
@@ -245,7 +246,7 @@ def must_have_settings(run: RunFolder) -> None:
 
 
 def settings_of(run: RunFolder) -> dict[str, object]:
-    """Return each setting of a run by section.key, as it was after defaults; empty when they cannot be read."""
+    """Return each setting of a run by section.key, with defaults applied; empty if the settings cannot be read."""
     try:
         spec = run.read_effective()["spec"]
     except RunLogError:
@@ -261,7 +262,7 @@ def is_run(path: Path) -> bool:
 
 
 def open_run(path: Path) -> RunFolder:
-    """Open the run at `path`; RunLogError when there is none."""
+    """Open the run at `path`. Raises RunLogError if there is none."""
     if is_run(path):
         return RunFolder(path)
     if not os.path.lexists(path):
@@ -279,24 +280,26 @@ def open_run(path: Path) -> RunFolder:
 
 @dataclass(frozen=True, slots=True)
 class FoundRun:
-    """A run in a folder; `made_ns` is when its settings were written."""
+    """A run in a folder; `made_ns` is the time at which its settings were written."""
 
     folder: RunFolder
     name: str
-    """The name of its folder, with the parent folder where that is not the one given."""
+    """The name of the run's folder, with its parent folder if that is not the searched folder."""
     made_ns: int
     key: str
-    """Its path without links: the same for a run that is named twice."""
+    """The run's path without links, which is the same if a run is found twice."""
 
 
 def find_runs(folder: Path) -> list[RunFolder]:
-    """Return every run directly in `folder` (or `folder` itself), newest first; empty when there is no such folder."""
+    """Return every run directly in `folder` (or `folder` itself), newest first; empty if the folder does not
+    exist."""
     return [run.folder for run in find_all(folder, nested=False)]
 
 
 def find_all(folder: Path, *, nested: bool = True) -> list[FoundRun]:
-    """Return every run of `folder`: itself, or those in it, and if `nested` one level below. Newest first in each
-    folder, by creation time and then by name; empty when there is no such folder. Raises OSError."""
+    """Return the runs of `folder`: `folder` itself if it is a run, else the runs in it and, if `nested`, one level
+    below. Each folder's runs are ordered newest first, by creation time and then by name. Empty if the folder does
+    not exist. Raises OSError."""
     if is_run(folder):
         run = RunFolder(folder)
         key = os.path.realpath(folder)
@@ -305,8 +308,8 @@ def find_all(folder: Path, *, nested: bool = True) -> list[FoundRun]:
 
 
 def _runs_in(folder: str, prefix: str = "", *, nested: bool) -> list[FoundRun]:
-    """Return the runs in a folder, and in those of its folders that are not runs themselves. Raises OSError when the
-    folder cannot be listed; an unreadable folder inside it is skipped."""
+    """Return the runs in a folder and, if `nested`, in its sub-folders that are not runs. Raises OSError if the
+    folder cannot be listed; a sub-folder that cannot be read is skipped."""
     runs: list[FoundRun] = []
     inner: list[os.DirEntry[str]] = []
     real = os.path.realpath(folder)
@@ -326,7 +329,7 @@ def _runs_in(folder: str, prefix: str = "", *, nested: bool) -> list[FoundRun]:
 
 
 def _made_ns(folder: str) -> int | None:
-    """Return when the run in a folder was created; None when there is no run."""
+    """Return the creation time of the run in a folder, in nanoseconds; None if there is no run."""
     try:
         status = os.stat(f"{folder}/effective.json")
     except OSError:
@@ -335,7 +338,7 @@ def _made_ns(folder: str) -> int | None:
 
 
 def last_change(run: RunFolder) -> float:
-    """Return the Unix time at which a run last logged, or its tags or its note were changed; 0 if it is gone."""
+    """Return the Unix time of the newest change of a run's logs, tags or note; 0 if the run no longer exists."""
     changed = [0.0]
     for path in (run.effective, run.path / "notes.json", *run.logs().values()):
         with contextlib.suppress(OSError):
@@ -344,10 +347,10 @@ def last_change(run: RunFolder) -> float:
 
 
 def write_whole(path: Path, text: str | bytes, what: str = "write") -> None:
-    """Write a small file atomically: it is either complete or absent. Temporary name, fsync, rename, folder
-    fsync.
+    """Write a small file atomically, so that it is either complete or absent: write a temporary file, fsync it,
+    rename it and fsync the folder.
 
-    Raises DiskFull when there is no space, RunLogError when it cannot be written for another reason.
+    Raises DiskFull if there is no space, RunLogError if it cannot be written for another reason.
     """
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
     data = text.encode() if isinstance(text, str) else text
@@ -368,8 +371,9 @@ def write_whole(path: Path, text: str | bytes, what: str = "write") -> None:
 
 @contextlib.contextmanager
 def new_folder(path: Path, what: str, hint: str) -> Iterator[None]:
-    """Create a folder and sync its name. The body writes the content and syncs it. If anything fails, the folder is
-    removed: a partial folder would block the next attempt. Raises BadInput when it already exists."""
+    """Create a folder and sync its name; the body of the `with` statement writes and syncs the content. If anything
+    fails, the folder is removed, because a partial folder would block the next attempt. Raises BadInput if it already
+    exists."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -392,10 +396,10 @@ def new_folder(path: Path, what: str, hint: str) -> Iterator[None]:
 
 
 def create_run(path: Path, spec_text: str, effective: dict[str, Any]) -> RunFolder:
-    """Create a run folder. An existing one is refused, and a folder that cannot be completed is removed."""
+    """Create a run folder. Raises BadInput if it exists; a folder that cannot be completed is removed."""
     # Serialise first: invalid JSON is an internal error and must leave nothing to clean up.
     effective_text = json.dumps(effective, indent=2, sort_keys=True, allow_nan=False) + "\n"
-    # Also sync the names of the run folder and of any new parents; without them nothing inside can be found.
+    # Also sync the names of the run folder and of new parent folders, without which the content cannot be found.
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     hint = "choose another with --out or `run.name`, or continue it with --resume"
     with new_folder(path, "run folder", hint):

@@ -1,4 +1,4 @@
-"""Follow a whole run: its logs folded into one view, as far as they have been written."""
+"""Follow a whole run: read its logs as they are written, and fold them into one view."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from engine.log.view import SOURCES, LogLine, RunView, Source, rank_of
 
 
 class Follower:
-    """Polls the logs of one run. `view` is the newest frozen RunView; `alive` says which processes existed at
-    the last poll."""
+    """Polls the logs of one run. `view` is the newest frozen RunView; `alive` has the processes that existed at the
+    last poll."""
 
     def __init__(self, run: RunFolder) -> None:
         self.run = run
@@ -31,7 +31,7 @@ class Follower:
         self.view = RunView()
         self.alive = Liveness(trainer=False, supervisor=False)
         self.is_behind = False
-        """Whether the time of the newest `read_all` ran out before the end."""
+        """Whether the newest `read_all` reached its time limit before the end of the logs."""
         self._shown: dict[Source, int] = {}
 
     def new_lines(self) -> list[LogLine]:
@@ -60,13 +60,13 @@ class Follower:
 
     @property
     def state(self) -> str:
-        """State of the run by the view; valid once everything on disk has been read."""
+        """State of the run according to the view; valid once everything on disk has been read."""
         return self.view.state(self.alive)
 
     def poll(self, max_bytes: int = READ_BYTES) -> bool:
-        """Read new lines, at most about `max_bytes` of each log; True when the view changed.
+        """Read new lines, at most about `max_bytes` of each log; return whether the view changed.
 
-        Raises BrokenLog, after folding what is sound in all three logs, when one cannot be read further.
+        Raises BrokenLog if a log cannot be read further, after folding the sound lines of all three logs.
         """
         # Liveness is read before the logs: a process that ends in between has already written its last line.
         self.alive = self.run.liveness()
@@ -84,9 +84,9 @@ class Follower:
         return self.view is not before
 
     def _poll_further(self, max_bytes: int) -> None:
-        """Read the logs of the other hosts, and the failures in those of the other ranks, which are few lines.
+        """Read the logs of the other hosts, and the failures in the other ranks' logs, which are few lines.
 
-        A log that cannot be read further becomes an error in the view, so that the log of the run is still read.
+        A log that cannot be read further becomes an error in the view, so that the run's other logs are still read.
         """
         has_ranks = False
         for source, path in self.run.logs().items():
@@ -106,10 +106,10 @@ class Follower:
         return sum(reader.read_bytes for reader in readers)
 
     def read_all(self, until_s: float = math.inf) -> RunView:
-        """Read until nothing new is left, or until a time of the monotonic clock; `is_behind` tells which.
+        """Read until nothing new is left, or until a time of the monotonic clock, in which case `is_behind` is set.
 
-        Raises BrokenLog at the end: every poll reads a share of each log, so that one broken log does not keep the
-        others from being read to their end. After it, `view` has what could be read.
+        Raises BrokenLog only at the end: every poll reads a part of each log, so that a broken log does not prevent
+        the others from being read to their end. `view` then has all that could be read.
         """
         fault: BrokenLog | None = None
         self.is_behind = True

@@ -1,10 +1,10 @@
-"""The trainer's own account of its memory: one small file, readable at any time.
+"""Record the memory of the trainer, as its allocator reports it, in one small file that can be read at any time.
 
     <run>/memory.held        step, source, held, reserved, peak: two little-endian u64 and three float64 in bytes
 
-NVML and /proc count what a process has taken. Only the allocator knows how much of it is in use: on a GPU,
-the bytes of tensors (held) and what it has reserved on the device; the difference is fragmentation and cache.
-torch does not count CPU memory: there the trainer records the kernel's numbers.
+NVML and /proc report the memory that a process has taken. Only the allocator knows how much of it is in use: on a
+GPU, the bytes of tensors (held) and the bytes reserved on the device; the difference is fragmentation and cache.
+torch does not track CPU memory: on a CPU the trainer records the kernel's numbers.
 
 The trainer writes at the end of a step, at most once in SPACING_S; the sampler adds the numbers to its own
 readings, so that all of them form one series. A record is one write at a fixed offset and not a log: a torn
@@ -58,7 +58,7 @@ class MemoryWriter:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`measure` is called at most once in SPACING_S by `clock`."""
+        """`measure` is called at most once in SPACING_S seconds of `clock`."""
         self._path, self._measure, self._clock = run.path / NAME, measure, clock
         self._file: int | None = None
         self._next_s = -math.inf
@@ -82,7 +82,7 @@ class MemoryWriter:
 
 
 def read_held(run: RunFolder) -> Held | None:
-    """Read the newest record; None when there is none."""
+    """Read the newest record; None if there is none."""
     try:
         data = read_bytes(run.path / NAME, "memory held", limits.BEAT)
     except BadInput:

@@ -1,5 +1,4 @@
-"""The results of the identities of a watched script (`engine/catalogue.py`), as lines that every surface shows. No
-torch."""
+"""Render the results of a watched script's identities (`engine/catalogue.py`) as lines. No torch."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ SIGNS = {
     FACT: "- fact",
     PASS: "+ pass",
 }
-"""Sign and word of each level, in the order in which they are shown."""
+"""Sign and word of each level, in the order of the listing."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,8 @@ class Outcome:
 def outcomes(view: RunView) -> list[Outcome]:
     """Return the outcome of each identity, in the order of `SIGNS`.
 
-    The log has each level of an identity once, at the first step with it. The worst one counts, because a later step
-    does not undo a contradiction.
+    The log has each level of an identity once, at the first step with it. The worst level counts, because a later
+    step does not undo a contradiction.
     """
     worst: dict[str, Judged] = {}
     for judged in view.identities:
@@ -70,7 +69,8 @@ def _badness(judged: Judged) -> int:
 
 
 def identity_lines(view: RunView) -> list[str]:
-    """Render every identity with its level; below one that may be wrong, what this means and what to do."""
+    """Render every identity with its level; below an identity that may be violated, what that means and what to
+    do."""
     if view.watched is None:
         return [UNSEEN_COMMAND]
     results = outcomes(view)

@@ -1,8 +1,8 @@
 """Read the logs of a run as one, in order of time, with bounded memory.
 
-Lines of one log keep their order; of two logs the earlier time comes first, and at the same time the log that is
-first in `RunFolder.logs`. A clock that was set back between two sessions does not reorder a log: its lines count as no
-earlier than those before them.
+Lines of one log keep their order. Of two lines in different logs the earlier comes first; at the same time, the line
+of the log that is first in `RunFolder.logs`. A clock that was set back between two sessions does not reorder a log: a
+line counts as no earlier than the lines before it.
 """
 
 from __future__ import annotations

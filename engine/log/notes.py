@@ -2,8 +2,8 @@
 
     <run>/notes.json    {"note": "...", "tags": ["...", "..."]}
 
-`change_notes` is the only writer, under a lock and atomically, so that two terminals lose nothing. Nothing that trains
-or watches reads the file.
+`change_notes` is the only writer. It writes atomically under a lock, so that changes from two terminals are both
+kept. Neither the trainer nor the supervisor reads the file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Notes:
 
 
 def read_notes(run: RunFolder) -> Notes:
-    """Read the tags and the note of a run; empty when there are none. Raises RunLogError for an invalid file."""
+    """Read the tags and the note of a run; empty if there are none. Raises RunLogError for an invalid file."""
     path = run.path / NAME
     if not os.path.lexists(path):
         return Notes()
@@ -53,7 +53,8 @@ def change_notes(
     tags: Iterable[str] | None = None,
     note: str | None = None,
 ) -> Notes:
-    """Add and remove tags, or replace all of them, and replace the note; return what there is now. Raises BadInput."""
+    """Add and remove tags, or replace all of them, and replace the note; return the new tags and note. Raises
+    BadInput."""
     try:
         lock = os.open(run.path, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:

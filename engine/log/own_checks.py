@@ -1,10 +1,11 @@
-"""The checks by which a script ends itself: what they read, found in its syntax trees.
+"""Find the checks by which a script ends itself, and the names that they read, in the script's syntax trees.
 
     if loss > LIMIT:                the check of this `raise` reads `loss` and LIMIT
         raise RuntimeError(loss)
     LIMIT = float(environ["MOST"])  and, as LIMIT is a constant, MOST
 
-A change of what a check reads may end the failure without a change of the training. So it is no cause by itself.
+A change of a name that a check reads may end the failure without a change of the training. So it is not by itself a
+cause.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ _PLAIN = frozenset(
     {"int", "float", "bool", "str", "abs", "min", "max", "len", "index", "get", "getenv"}
     | {"parse_args", "open", "load", "loads", "read", "read_text", "Path"}
 )
-"""Functions whose result is a constant of the script where their arguments are."""
+"""Functions whose result is a constant of the script if their arguments are constants."""
 _MOST_TEXT = 1 << 20
-"""Largest size of all sources that are searched, in characters: a second."""
+"""Maximum total size of the sources that are all searched, in characters: about a second of work."""
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -32,20 +33,21 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 @dataclass(frozen=True, slots=True)
 class OwnCheck:
     reads: set[str] = field(default_factory=set)
-    """Names, attributes and texts in its conditions, and those of which the constants among them are made."""
+    """Names, attributes and strings in the check's conditions, and those in the definitions of the constants among
+    them."""
     constants: set[str] = field(default_factory=set)
-    """The part of `reads` that no step assigns."""
+    """The names in `reads` that no step assigns."""
     lines: set[tuple[str, int]] = field(default_factory=set)
-    """Files and lines of what raises and of the statements around it that decide whether it does."""
+    """Files and lines of the statements that raise, and of the enclosing statements that decide whether they run."""
     loops: set[tuple[str, int]] = field(default_factory=set)
-    """Files and lines of the loops around what raises, and of functions that a library calls; none if it raises after
-    all steps."""
+    """Files and lines of the loops around the statements that raise, and of functions that a library calls; empty if
+    the check runs after all steps."""
 
 
 def find_own_check(sources: Mapping[str, str], raised_at: tuple[str, int] | None) -> OwnCheck:
-    """Return the check that raises at a line of a file, given by its name without folders; without a line, all that end
-    the process. Empty where the script's `sources`, by their paths, raise nothing there. Of more than `_MOST_TEXT`, the
-    file that raises alone."""
+    """Return the check that raises at `raised_at`, a file name without folders and a line; without it, all checks
+    that end the process. Empty if nothing in the script's `sources`, by path, raises there. If the sources are larger
+    than `_MOST_TEXT`, only the file that raises is searched."""
     if sum(map(len, sources.values())) > _MOST_TEXT:
         name = raised_at[0] if raised_at else ""
         sources = {file: text for file, text in sources.items() if PurePath(file).name == name}
@@ -53,7 +55,7 @@ def find_own_check(sources: Mapping[str, str], raised_at: tuple[str, int] | None
 
 
 def parse_line(line: str) -> list[ast.Module]:
-    """Return the syntax tree of a line in a list; an empty one if it is not Python."""
+    """Return a list with the syntax tree of a line; an empty list if the line is not Python."""
     for text in (line.strip(), f"{line.strip()} pass"):
         with contextlib.suppress(SyntaxError, ValueError, RecursionError):
             return [ast.parse(text)]
@@ -61,7 +63,7 @@ def parse_line(line: str) -> list[ast.Module]:
 
 
 def assigned_names(line: str) -> set[str]:
-    """Return the names that a line assigns, defines or imports; of an attribute or a key, its last part."""
+    """Return the names that a line assigns, defines or imports; for an attribute or a key, its last component."""
     nodes = [node for tree in parse_line(line) for node in ast.walk(tree)]
     bound = {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
     bound |= {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
@@ -73,8 +75,8 @@ def assigned_names(line: str) -> set[str]:
 
 
 def changed_names(was: str, now: str) -> set[str]:
-    """Return the names that a change of a line assigns otherwise: its targets, or only the keys and keywords whose
-    values differ; and the functions that it calls otherwise, whose result it does not use."""
+    """Return the names whose assignment a change of a line alters: its targets, or only the keys and keywords whose
+    values differ. Also return the functions that it calls differently without using their results."""
     before, after = (
         [node for tree in parse_line(text) for node in tree.body] for text in (was, now)
     )
@@ -103,7 +105,7 @@ def _entries(value: ast.AST | None) -> Iterator[tuple[ast.AST, ast.AST]]:
 
 
 def _without_entries(node: ast.AST) -> str:
-    """Return code without the values of the entries of its value."""
+    """Return the code of an assignment without the values of its value's entries."""
     text = ast.dump(node)
     for _, value in _entries(getattr(node, "value", None)):
         text = text.replace(ast.dump(value), "_")
@@ -111,7 +113,7 @@ def _without_entries(node: ast.AST) -> str:
 
 
 def _options_in(value: ast.AST | None) -> set[str]:
-    """Return the options that `add_argument` defines, as its parser names their values."""
+    """Return the attribute names under which an `add_argument` call's parser stores its options."""
     words = value.args if isinstance(value, ast.Call) else []
     return {
         word.value.lstrip("-").replace("-", "_")
@@ -157,7 +159,8 @@ class _Finder:
         return self._found
 
     def _add(self, node: ast.AST) -> None:
-        """Add what decides whether a node runs: conditions around it, and around the calls of its function."""
+        """Add the conditions that decide whether a node runs: those around it, and around the calls of its
+        function."""
         below = node
         while node not in self._seen and not isinstance(node, ast.Module):
             self._seen.add(node)
@@ -167,7 +170,7 @@ class _Finder:
                     self._read_arguments(call)
                     self._add(self._parents[call])
                 if node.name not in self._calls:
-                    # A library calls it, perhaps in each step.
+                    # A library calls the function, perhaps in each step.
                     self._found.loops.add((self._files[node], node.lineno))
             below, node = node, self._parents[node]
 
@@ -181,7 +184,7 @@ class _Finder:
                 self._found.loops.add((self._files[node], node.lineno))
                 return
             case ast.Try() if any(below is handler for handler in node.handlers):
-                # The handler raises again what was raised here.
+                # The handler raises the exception again.
                 for one in (inner for statement in node.body for inner in ast.walk(statement)):
                     if isinstance(one, (ast.If, ast.Assert, ast.Raise)):
                         self._add(one)
@@ -197,7 +200,7 @@ class _Finder:
         self._found.lines.update((self._files[node], at) for at in range(node.lineno, last + 1))
 
     def _enter(self, call: ast.Call) -> None:
-        """Add what raises in the functions of the script that a call names."""
+        """Add the statements that raise in the script's functions that a call names."""
         for function in self._functions.get(_name_of(call), ()):
             for inner in ast.walk(function):
                 if isinstance(inner, (ast.Raise, ast.Assert)):
@@ -224,7 +227,7 @@ class _Finder:
         self._read(*call.args, *(keyword.value for keyword in call.keywords))
 
     def _add_constants(self) -> None:
-        """Add what the constants are made of, and the arguments of which the parameters are."""
+        """Add the names in the definitions of the constants, and the arguments that are passed for the parameters."""
         reads, count = self._found.reads, -1
         assigns = [node for _, node in self._nodes if isinstance(node, ast.Assign)]
         constants = [node for node in assigns if self._is_constant(node)]
@@ -265,7 +268,8 @@ class _Finder:
             self._found.constants.update(reads - varying)
 
     def _is_constant(self, node: ast.AST) -> bool:
-        """Whether no step assigns it: it is in no loop, and its value is made by plain functions alone."""
+        """Return whether no step assigns the node's name: the assignment is in no loop, and only functions of _PLAIN
+        are called in it."""
         value = getattr(node, "value", None)
         calls = [one for one in ast.walk(value) if isinstance(one, ast.Call)] if value else []
         parent: ast.AST | None = node
@@ -275,7 +279,7 @@ class _Finder:
 
 
 def _name_of(node: ast.AST | None) -> str:
-    """Return the last name of what is called or raised; empty if it has none."""
+    """Return the last name of a called or raised expression; empty if it has none."""
     if isinstance(node, ast.Call):
         return _name_of(node.func)
     return getattr(node, "attr", getattr(node, "id", ""))

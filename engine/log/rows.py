@@ -1,17 +1,17 @@
-"""Content hashes of the rows that each step trained on: small records for each row, in a file for each rank.
+"""Store content hashes of the rows that each step trained on: small records for each row, in a file for each rank.
 
     <run>/rows/RANK.bin    "aprrows2", the number of ranks, 0 (u32 each); then for each row the step (u64) and the row's
                            hash (8 bytes), little-endian, in the order in which the rank trained on them. A row of
                            several documents is followed by a record for each of them: the step with its highest
                            bit set, and the hash of the document.
 
-`engine.data.row_hashes` says what is hashed.
+`engine.data.row_hashes` defines the hashed content.
 
-A resume at a step cuts off the records of later steps, so that a file has the rows that led to the weights. An
-unfinished record of a killed writer is cut off too, and readers ignore it.
+A resume at a step cuts off the records of later steps, so that a file has exactly the rows that led to the weights.
+The unfinished record of a killed writer is also cut off, and readers ignore it.
 
-A running digest goes over the records of this rank, from step to step; the log has it with each step. Two runs whose
-digests agree at a step have trained on the same rows in the same order until then.
+The log has, with each step, a running digest of this rank's records so far. Two runs with the same digest at a step
+have trained on the same rows in the same order up to that step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from engine.log.write import sync_folder, write_fully
 MAGIC = b"aprrows2"
 HASH_BYTES = 8
 _DOCUMENT_BIT = 1 << 63
-"""Highest bit of a record's step: set when the record is one document of the preceding row."""
+"""Highest bit of a record's step: set if the record is one document of the preceding row."""
 _HEADER = struct.Struct("<8sII")
 _RECORD = struct.Struct(f"<Q{HASH_BYTES}s")
 _AT_ONCE = 1 << 16
@@ -46,11 +46,11 @@ class TrainedRow(NamedTuple):
     step: int
     hash: bytes
     documents: tuple[bytes, ...] = ()
-    """Hashes of the documents in the row, if there are several."""
+    """Hashes of the documents in the row, if it has several."""
 
 
 def extended(digest: bytes, hashes: Sequence[bytes]) -> bytes:
-    """Return the running digest after another step, whose rows have these hashes."""
+    """Return the running digest after another step, whose rows have the given hashes."""
     return hashlib.blake2b(digest + b"".join(hashes), digest_size=HASH_BYTES).digest()
 
 
@@ -107,8 +107,8 @@ def _read_header(file: BinaryIO, path: Path) -> int:
 
 
 def _rows_in_order(rows: Iterator[TrainedRow], until: int) -> Iterator[TrainedRow]:
-    """Yield the rows of steps 1 to `until`, up to the first that is out of order: records that were not synced before a
-    power loss may be zeros, which read as rows of step 0."""
+    """Yield the rows of steps 1 to `until`, up to the first row that is out of order: records that were not synced
+    before a power loss may be zeros, which read as rows of step 0."""
     last = 1
     for row in rows:
         if not last <= row.step <= until:
@@ -141,7 +141,7 @@ class RowsWriter:
             raise write_error("rows", self.path, "to write the rows of steps to", error) from error
 
     def append(self, step: int, rows: Sequence[tuple[bytes, Sequence[bytes]]]) -> None:
-        """Write the rows of a step, each with its documents where it has several. Raises RunLogError and DiskFull."""
+        """Write the rows of a step, each with its documents if it has several. Raises RunLogError and DiskFull."""
         records = [
             _RECORD.pack(number, digest)
             for row, documents in rows
@@ -163,8 +163,8 @@ class RowsWriter:
             raise write_error("rows", self.path, "to be written to disk", error) from error
 
     def _set_aside(self, ranks: int, step: int) -> None:
-        """Rename a file of another format or number of ranks: with another number, this rank has other rows of each
-        step."""
+        """Rename a file of another format or number of ranks: with another number of ranks, this rank gets other rows
+        of each step."""
         if not self.path.exists():
             return
         with self.path.open("rb") as file:

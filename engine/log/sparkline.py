@@ -1,4 +1,4 @@
-"""A metric in one line of text, as bars, or in ASCII as digits from 0 to 9."""
+"""Draw a metric in one line of text, as bars, or in ASCII as digits from 0 to 9."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "0123456789"
 
 
 def sparkline(values: Values, width: int = 60, *, ascii_only: bool = False) -> str:
-    """Draw the values, each cell the mean of its interval; a dot where the interval holds an absent or non-finite
-    value, in ASCII an x."""
+    """Draw the values: each cell is the mean of its interval, or a dot (in ASCII an x) if the interval has an absent
+    or non-finite value."""
     bars, gap_sign = (ASCII_BARS, "x") if ascii_only else (BARS, "·")
     low, high = value_range(values)
     drawn = []
@@ -28,7 +28,7 @@ def sparkline(values: Values, width: int = 60, *, ascii_only: bool = False) -> s
 
 
 def intervals(count: int, parts: int) -> list[tuple[int, int]]:
-    """Return begin and end of each of `parts` equal intervals of `count` items."""
+    """Return the begin and end of each of `parts` equal intervals of `count` items."""
     return list(pairwise(round(i * count / parts) for i in range(parts + 1))) if parts else []
 
 

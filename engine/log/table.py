@@ -1,8 +1,8 @@
-"""Columns of numbers that grow for as long as a run lasts, shared by every snapshot of them.
+"""Tables of numbers that grow for as long as a run lasts; all snapshots of a table share its columns.
 
-A column is float64. An absent entry is a NaN with a payload of its own (ABSENT): NaN is a number that was
-logged, absence is not a number. Rows are only appended, so a snapshot is a reference to the storage and a
-length: it costs nothing and never changes. Truncation, which a resumed run needs, makes new storage.
+A column is float64. An absent entry is a NaN with a special payload (ABSENT), because a NaN without it is a value
+that was logged. Rows are only appended, so a snapshot is a reference to the storage and a length: it costs nothing
+and never changes. Truncation, which a resumed run needs, makes new storage.
 
 numpy is imported only where rows are touched, so that a screen without rows starts without it.
 """
@@ -51,8 +51,8 @@ STEP_FIELDS = (
     "tokens_per_s",
     "clock_s",
 )
-"""`tokens_per_s` is absent where no time passed. `clock_s` is `unix_s` made non-decreasing: it is held while a
-clock that was set back catches up."""
+"""Columns of the table of steps. `tokens_per_s` is absent if no time passed. `clock_s` is `unix_s` made
+non-decreasing: it stays constant until a clock that was set back catches up."""
 HOST_FIELDS = (
     "unix_s",
     "host_available_bytes",
@@ -86,11 +86,11 @@ GPU_FIELDS = (
     "slowed",
 )
 HELD = 3.0
-"""Longest time for which a reading counts without a newer one, in multiples of the usual time between readings."""
+"""Maximum time for which a reading counts without a newer one, in multiples of the median time between readings."""
 SPACED = 4096
-"""Number of newest rows from which the usual distance between the entries of a column is taken."""
+"""Number of newest rows from which the median distance between the entries of a column is computed."""
 _ROWS = {"step", "host", "gpu"}
-"""Kinds of events that are rows of a table."""
+"""Kinds of events that become rows of a table."""
 _DERIVED = {"unix_s", "clock_s", "tokens_per_s"}
 
 
@@ -102,7 +102,7 @@ class Range:
     """The lowest finite value; None when there is none."""
     high: float | None
     non_finite: bool
-    """Whether an entry is NaN or infinite."""
+    """Whether any entry is NaN or infinite."""
 
 
 class Table:
@@ -125,11 +125,10 @@ class Table:
         return self.extended_by({name: [row.get(name) for row in rows] for name in self.columns})
 
     def extended_by(self, columns: Mapping[str, Column]) -> Table:
-        """Return this table with as many rows appended as each of `columns` has entries. A column that is not
-        named is absent in them; a new one is absent in the rows before.
+        """Return this table with rows appended, whose entries are given by column. A column that is not given is
+        absent in them; a new column is absent in the earlier rows.
 
-        The storage is shared when this is the newest snapshot and copied otherwise: one table can grow in two
-        ways.
+        The storage is shared if this is the newest snapshot, and copied if an older snapshot is extended.
         """
         import numpy as np
 
@@ -150,7 +149,7 @@ class Table:
         return table
 
     def first(self, length: int) -> Table:
-        """Return the first `length` rows on the same storage."""
+        """Return the first `length` rows, with the same storage."""
         table = Table.__new__(Table)
         table._storage, table.length = self._storage, min(length, self.length)
         return table
@@ -172,13 +171,12 @@ class Table:
         return self.length
 
     def value(self, name: str, index: int) -> float | None:
-        """Return one entry: None when it is absent, NaN only when NaN was logged. Negative indices count from
-        the end."""
+        """Return one entry: None if it is absent, NaN only if NaN was logged. Negative indices count from the end."""
         row = index + self.length if index < 0 else index
         if not 0 <= row < self.length:
             raise IndexError(f"row {index} of {self.length}")
         entry: float = self.columns[name].item(row)
-        # A NaN may be absence; any other number needs no further test, and rules read thousands.
+        # Only a NaN may stand for an absent entry: other numbers need no further test, and rules read thousands.
         return self.values(name, row, row + 1)[0] if math.isnan(entry) else entry
 
     def values(self, name: str, start: int = 0, stop: int | None = None) -> list[float | None]:
@@ -218,23 +216,24 @@ class Table:
         return self.find_each(name, (value,))[0]
 
     def find_each(self, name: str, values: Sequence[float]) -> list[int]:
-        """Return that row for each of many values; one call for all, as a call costs more than a search."""
+        """Return the result of `find` for each of many values, in one call, because a call costs more than a
+        search."""
         import numpy as np
 
         rows: list[int] = np.searchsorted(self.column(name), values).tolist()
         return rows
 
     def means(self, name: str, x: str, edges: Sequence[float]) -> list[float | None]:
-        """Return the mean of the finite entries of a column between each two of C + 1 values of `x`, which do not
-        decrease, (C,). Where there is no entry, the one before counts, but for no longer than HELD times the usual
-        distance between two."""
+        """Return the mean of the finite entries of a column in each of the C intervals between the C + 1
+        non-decreasing `edges` on the column `x`, (C,). An interval without an entry gets the preceding entry, but for
+        no longer than HELD times the median distance between entries."""
         import numpy as np
 
         xs, values = self.column(x), self.column(name)
         known = np.isfinite(xs) & np.isfinite(values)
         if not known.any():
             return [None] * (len(edges) - 1)
-        # A clock that was set back is held until it catches up.
+        # The time stays constant until a clock that was set back catches up.
         xs, values = np.maximum.accumulate(xs[known]), values[known]
         rows = np.searchsorted(xs, np.asarray(edges, dtype=np.float64)).tolist()
         sums = np.concatenate([[0.0], np.cumsum(values)])
@@ -250,8 +249,8 @@ class Table:
         return means
 
     def spacing(self, name: str, x: str) -> float:
-        """Return the usual (median) distance on `x` between two rows that have an entry in a column, of the newest
-        SPACED rows; 0 where fewer than two have one."""
+        """Return the median distance on `x` between consecutive entries of a column in the newest SPACED rows; 0 if
+        there are fewer than two entries."""
         import numpy as np
 
         xs, values = (np.asarray(self.column(column, -SPACED)) for column in (x, name))
@@ -259,19 +258,20 @@ class Table:
         return float(np.median(np.diff(known))) if len(known) > 1 else 0.0
 
     def interpolated(self, name: str, x: str, at: Sequence[float]) -> list[float]:
-        """Return a column at some values of the non-decreasing column `x`, on straight lines between rows; before
-        the first and after the last row it is theirs."""
+        """Return a column at some values of the non-decreasing column `x`, interpolated linearly between rows; before
+        the first row and after the last row it is constant."""
         import numpy as np
 
         values: list[float] = np.interp(at, self.column(x), self.column(name)).tolist()
         return values
 
     def last(self, name: str) -> float | None:
-        """Return the newest entry; None when there is none or it is absent."""
+        """Return the newest entry; None if there is none or it is absent."""
         return self.value(name, -1) if self.length else None
 
     def column(self, name: str, start: int = 0, stop: int | None = None) -> Numbers:
-        """Return rows [start, stop) of a column, (N,), as they are stored: not to be written, ABSENT where absent."""
+        """Return rows [start, stop) of a column, (N,), as they are stored: not to be changed, with ABSENT for absent
+        entries."""
         start, stop, _ = slice(start, stop).indices(self.length)
         return numbers(self.columns[name][start:stop])
 
@@ -286,13 +286,13 @@ class _Storage:
 
 
 def numbers(column: Column) -> Numbers:
-    """Return a column as a table holds it; TypeError for a value that is not a number."""
+    """Return a column as a table stores it. Raises TypeError for a value that is not a number."""
     import numpy as np
 
     if isinstance(column, np.ndarray):
         return column
     try:
-        # The fastest way from objects to doubles.
+        # The fastest conversion from objects to doubles.
         return np.frombuffer(struct.pack(f"{len(column)}d", *column))
     except struct.error:
         return np.frombuffer(array("d", [ABSENT if entry is None else entry for entry in column]))
@@ -330,7 +330,7 @@ def split(events: Sequence[Any]) -> tuple[dict[str, list[Any]], list[Any]]:
 
 
 def fields_of(table: str) -> list[str]:
-    """Return the fields, `t_s` included, that a line gives to the rows of a table of this name."""
+    """Return the fields, `t_s` included, that a log line contributes to the rows of a table of this name."""
     fields = {"step": STEP_FIELDS, "host": HOST_FIELDS}.get(table, GPU_FIELDS)
     return ["t_s", *(name for name in fields if name not in _DERIVED)]
 

@@ -5,13 +5,13 @@ once: a second writer is refused, a reader can tell a living writer from a dead 
 and the kernel releases it however the writer dies. A forked child drops its copy of the lock at once, so that
 the lock cannot outlive the writer in it.
 
-The writer knows where its last whole line ends. A line that was not written completely (disk full, an
-exception out of a signal handler) is cut off again, at the latest before the next one, so readers never see
-it and `seq` never repeats or jumps.
+The writer knows where its last whole line ends. A line that was not written completely (disk full, an exception
+raised by a signal handler) is cut off, at the latest before the next line is written, so readers never see it and
+`seq` never repeats or jumps.
 
-A killed writer leaves at most an unfinished last line. A power loss may leave more: unsynced pages that read
-as zeros, followed by later pages with data. A log continues before the first hole (`recover`). Nothing
-acknowledged follows the hole, because an acknowledgement is a sync.
+A killed writer leaves at most an unfinished last line. A power loss may leave more: unsynced pages that read as
+zeros, followed by later pages with data. The next writer continues the log before the first hole (`recover`). No
+synced line is lost by that, because a sync leaves no hole before it.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ from engine.log.events import Event, LogOpened, is_written, kind_of, name_of_non
 from engine.terminal import clipped
 
 HOST = "APR_WORKBENCH_HOST"
-"""Environment variable with the name of this host, for hosts that share one, as containers of an image may."""
+"""Environment variable with the name of this host, for hosts with the same host name, such as containers of one
+image."""
 _ENVELOPE = ("v", "seq", "t_s", "nf")
 
 
 def read_boot_id() -> str:
-    """Return the kernel's boot id; 'unknown' where /proc has none."""
+    """Return the kernel's boot id; 'unknown' if /proc has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -50,8 +51,8 @@ def read_boot_id() -> str:
 
 
 def read_host() -> str:
-    """Return the name of this machine, as HOST gives it where several share one; with no character that a file name
-    cannot have."""
+    """Return the name of this machine, from the environment variable of HOST if it is set; characters that a file
+    name cannot have are replaced."""
     return re.sub(r"[^\w.-]", "-", os.environ.get(HOST) or os.uname().nodename, flags=re.ASCII)[:64]
 
 
@@ -59,8 +60,8 @@ def read_host() -> str:
 def encode(event: Event, seq: int, t_s: float) -> bytes:
     """Encode one line of a log, with its newline; non-finite floats are named under `nf`.
 
-    A file name that is not UTF-8 is written with its odd bytes escaped (`\\udcff`), because a log cannot
-    refuse it, and a text that is too long is truncated.
+    The invalid bytes of a file name that is not UTF-8 are escaped (`\\udcff`). A text that is too long
+    is truncated.
     """
     record: dict[str, Any] = {
         "v": event.v,
@@ -78,7 +79,7 @@ def encode(event: Event, seq: int, t_s: float) -> bytes:
 
 
 def _as_json(value: Any, path: str, non_finite: dict[str, str]) -> Any:
-    """Convert `value` for JSON; the paths of floats that JSON cannot hold are added to `non_finite`."""
+    """Convert `value` for JSON; add the paths of floats that JSON cannot hold to `non_finite`."""
     match value:
         case float():
             if is_written(value):
@@ -147,25 +148,25 @@ class LogWriter:
             raise
 
     def _recover(self) -> int:
-        """Continue after the last whole line; return the number of bytes cut off after it."""
+        """Prepare to continue after the last whole line; return the number of bytes cut off after it."""
         recovered = recover(self._fd, self.path)
         self._seq, self._end = recovered.seq, recovered.end
         return recovered.cut
 
     def write(self, event: Event) -> None:
-        """Append one event. Raises DiskFull, with the file as it was before, when it does not fit; RunLogError
-        when it cannot be written for another reason."""
+        """Append one event. Raises DiskFull if the line does not fit, with the file unchanged; RunLogError if it
+        cannot be written for another reason."""
         with self._guard:
             assert self._fd >= 0, "a log is not written after it was closed"
             if os.fstat(self._fd).st_size != self._end:
-                # An exception came out of an earlier write after its bytes were written: read the next number
+                # An earlier write was interrupted by an exception after its bytes were written: read the next number
                 # from the file.
                 self._recover()
             line = encode(event, self._seq, self._monotonic() - self._origin)
             try:
                 write_fully(self._fd, line)
             except OSError as error:
-                # If even this fails, the unfinished line is cut off before the next one.
+                # If this fails too, the unfinished line is cut off before the next line is written.
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._fd, self._end)
                 raise write_error(
@@ -206,8 +207,8 @@ class LogWriter:
 
 
 def write_fully(fd: int, line: bytes) -> None:
-    """Write all of `line`, in one write if possible; when the kernel takes only a part, the next write raises
-    the reason."""
+    """Write all of `line`, in one write if possible; if the kernel takes only a part, the next write raises the
+    reason."""
     left = memoryview(line)
     while left:
         written = os.write(fd, left)
@@ -230,7 +231,8 @@ _open_writers: weakref.WeakSet[LogWriter] = weakref.WeakSet()
 
 def _release_in_child() -> None:
     # The lock belongs to the open file, which a forked child shares: if the child kept it, the writer would
-    # look alive after its death. No mutex is taken: the thread that held it at the fork does not exist here.
+    # look alive after its death. No mutex is taken, because the thread that held it at the fork does not exist in the
+    # child.
     for writer in list(_open_writers):
         writer._release()
 
@@ -238,12 +240,12 @@ def _release_in_child() -> None:
 os.register_at_fork(after_in_child=_release_in_child)
 
 
-# Recovery: where a log continues after its writer, or its machine, died.
+# Recovery: find the position at which a log continues after its writer or its machine has died.
 
 
 LOCK_TRIES = 40
 LOCK_PAUSE_S = 0.05
-"""Seconds between two tries."""
+"""Seconds between two attempts to take the lock."""
 TAIL_BYTES = 65536
 """Bytes that are read at a time, backwards, to find the last line."""
 SCAN_BYTES = 1 << 20
@@ -267,9 +269,9 @@ class Recovered:
 
 
 def lock(fd: int, path: Path) -> None:
-    """Take the writer's lock of a log; the kernel releases it however the writer ends. Raises RunLogError when
-    the log has a writer."""
-    # A reader that tests for a writer holds the lock for an instant only, so try again.
+    """Take the writer's lock of a log; the kernel releases it however the writer ends. Raises RunLogError if the log
+    has a writer."""
+    # A reader that tests for a writer holds the lock for an instant, so try again.
     for attempt in range(LOCK_TRIES):
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -278,7 +280,7 @@ def lock(fd: int, path: Path) -> None:
             if attempt == LOCK_TRIES - 1:
                 raise RunLogError(
                     f"run log: {path} — expected no other writer, found one that is alive",
-                    hint="this run is already going on; follow it with `engine tail`",
+                    hint="this run is already running; follow it with `engine tail`",
                 ) from None
             time.sleep(LOCK_PAUSE_S)
         except OSError as error:
@@ -286,13 +288,13 @@ def lock(fd: int, path: Path) -> None:
 
 
 def recover(fd: int, path: Path) -> Recovered:
-    """Cut off everything after the last whole line before the first hole. Raises RunLogError and DiskFull; a
-    file that is not a log is refused and left as it is."""
+    """Cut off everything after the last whole line before the first hole. Raises RunLogError and DiskFull; a file
+    that is not a log is left unchanged."""
     try:
         size = os.fstat(fd).st_size
         start = _first_zero(fd, size)
         block = b""
-        # Search backwards for the last two newlines: the last whole line carries the last sequence number.
+        # Search backwards for the last two newlines: the last whole line has the last sequence number.
         while start > 0 and block.count(b"\n") < 2:
             step = min(TAIL_BYTES, start)
             start -= step
@@ -309,7 +311,7 @@ def recover(fd: int, path: Path) -> Recovered:
                     f"run log: {path} @{end - len(line) - 1} — expected a record on the last "
                     f"line, found {line[:60]!r}"
                 ) from None
-        # Cut only now, so that a file that is not a log stays as it is.
+        # Cut only now, so that a file that is not a log stays unchanged.
         if end < size:
             os.ftruncate(fd, end)
     except OSError as error:
@@ -318,10 +320,10 @@ def recover(fd: int, path: Path) -> Recovered:
 
 
 def _first_zero(fd: int, size: int) -> int:
-    """Return the offset of the first zero byte, `size` when there is none.
+    """Return the offset of the first zero byte; `size` if there is none.
 
-    No line contains one. A page that had not reached the disk when the power went reads as zeros, and later
-    pages may be present: a hole in what was written since the last sync.
+    No line contains a zero byte. A page that had not reached the disk at a power loss reads as zeros, and later pages
+    may be present: a hole in the bytes that were written since the last sync.
     """
     for start in range(0, size, SCAN_BYTES):
         at = os.pread(fd, SCAN_BYTES, start).find(0)
@@ -331,7 +333,7 @@ def _first_zero(fd: int, size: int) -> int:
 
 
 def repair(path: Path) -> str | None:
-    """Cut off what the next writer of this log would cut off, so that it can be read before there is one.
+    """Cut off the bytes that the next writer of this log would cut off, so that the log can be read before that.
 
     Returns a description of what was cut, or None. Raises RunLogError, DiskFull.
     """
