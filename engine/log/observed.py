@@ -283,6 +283,9 @@ def raised_at(observed: Observed) -> tuple[str, int] | None:
     return None if match is None else (match[1], int(match[2]))
 
 
+_ENDED_BY_A_SIGNAL = ("KeyboardInterrupt", "SystemExit")
+
+
 def _without_numbers(text: str) -> str:
     """Return a text without numbers, addresses and folders, which differ from run to run."""
     text = re.sub(r"(/[^\s/'\"]+)+/", "", text)
@@ -373,6 +376,11 @@ def shown(observed: Observed, run: RunFolder, *, steps: int) -> tuple[bool | Non
                     answered = answered or (is_past and math.isfinite(loss) and loss != 0)
     if not exits:
         return None, "it was not watched to its end"
+    raised = _exception_sign(work.ended)
+    if raised and exits not in BROKEN and not raised.startswith(_ENDED_BY_A_SIGNAL):
+        # It was ended from outside while it exited by this exception.
+        is_same = observed.kind == "exit" and observed.sign.endswith(raised)
+        return (True, raised) if is_same else (None, f"it failed differently: {raised}")
     if other_failure:
         return None, f"it failed differently: {other_failure}"
     done = work.steps

@@ -110,7 +110,7 @@ def work_left_out(
         name: run_b.places.get(name) for name in places if run_b.places.get(name) != places[name]
     }
     if moved:
-        return f"it trains at other lines:  {moved}, and {places} in A"
+        return f"it trains at other lines: {moved}, and {places} in A"
     assigned = assigned_names(now)
     # Another model may draw other random numbers, and so other rows.
     makes_model = bool(assigned) and assigned <= {
@@ -386,7 +386,7 @@ def _unjudged(a: _Run, b: _Run, kind: str, check: OwnCheck, changed: set[str]) -
             if rows_a != (rows_b[: len(rows_a)] if step_a.failed else rows_b):
                 return
     for name in sorted(changed & check.reads) if kind == "" else ():
-        yield f"it changes `{name}`, which the script's own check reads;  {_NAME_THEM}"
+        yield f"it changes `{name}`, which the script's own check reads; {_NAME_THEM}"
     answers = (
         _is_alike(*pair)
         for steps in zip(a.worked, b.worked, strict=False)

@@ -307,7 +307,8 @@ def write_held_out(work: Work) -> str | None:
         return "the data are conversations: the run's own held-out losses are what is measured"
     ends = held.index.sizes[held.numbers].cumsum()
     part = held.index.split(held.numbers[: max(1, int((ends <= HELD_OUT_BYTES).sum()))])
-    lines = [json.dumps({"text": one.text}) + "\n" for one in part.documents]
+    documents = [document for _, document in held.index.read(part.numbers)]
+    lines = [json.dumps({"text": one.text}) + "\n" for one in documents]
     _write_text(work.out / "heldout.jsonl", "".join(lines))
     found = {"documents": len(lines), "of": held.document_count, "text_bytes": part.size_bytes}
     _write(work.out / "stages" / "held-out.json", found)

@@ -545,7 +545,7 @@ NONSENSE = {
         "exit",
         "left = iter",
         "left = iter(rows[:200] * 4)",
-        "others than A's in step 26",
+        "differ from A's in step 26",
     ),
     "fewer rows, read again, named data": Attempt(
         OF_A_GENERATOR,
@@ -559,7 +559,7 @@ NONSENSE = {
         "exit",
         "rows = ",
         "rows = torch.arange(step * given.batch, (step + 1) * given.batch) % 160",
-        "others than A's in step 21",
+        "differ from A's in step 21",
     ),
     "an evaluation that is never called": Attempt(
         OF_AN_EVALUATION, "exit", "            evaluate()", "pass", "it evaluated on 0 rows"
@@ -576,7 +576,7 @@ NONSENSE = {
         "exit",
         "for x, y",
         "for x, y in DataLoader(data, batch_size=8, sampler=[*range(208, 800), *range(208)]):",
-        "others than A's in step 1",
+        "differ from A's in step 1",
     ),
     "a sampler that begins elsewhere, named data": Attempt(
         OF_A_LOADER,
@@ -733,31 +733,31 @@ NONSENSE = {
         "exit",
         "loss =",
         "objective: loss = (model(x[rows]) - y[rows]).square().mean()",
-        "the scale of its loss",
+        "only rescales the loss",
     ),
     "a logarithm of the loss": Attempt(
         OF_A_LIMIT,
         "exit",
         "loss =",
         "objective: loss = (model(x[rows]) - y[rows]).square().mean().log1p()",
-        "the scale of its loss",
+        "only rescales the loss",
     ),
     "a smaller loss under an optimizer that does not see its scale": Attempt(
         OF_AN_ADAM,
         "exit",
         "loss =",
         "objective: loss = (model(x[rows]) - y[rows]).square().mean() / 10",
-        "the scale of its loss",
+        "only rescales the loss",
     ),
     "another criterion of a class": Attempt(
         OF_A_GUARD,
         "exit",
         "self.criterion =",
         "objective: self.criterion = nn.L1Loss()",
-        "the scale of its loss",
+        "only rescales the loss",
     ),
     "crops of a shorter text": Attempt(
-        OF_CROPS, "exit", "text[2500", "data: text = text[:400]", "different pieces"
+        OF_CROPS, "exit", "text[2500", "data: text = text[:400]", "distinct parts"
     ),
     "a rate at which nothing is learnt": Attempt(
         OF_A_SCHEDULE,
@@ -777,7 +777,7 @@ NONSENSE = {
         "whatever the rows",
     ),
     "crops of a text that repeats": Attempt(
-        OF_CROPS, "exit", "text[2500", "data: text = text[:500].repeat(8)", "different pieces"
+        OF_CROPS, "exit", "text[2500", "data: text = text[:500].repeat(8)", "distinct parts"
     ),
 }
 HONEST = {

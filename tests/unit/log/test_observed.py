@@ -178,14 +178,29 @@ def test_an_exit_is_the_same_only_with_the_same_state(tmp_path: Path) -> None:
         assert shown(one, run, steps=12)[0] is expected
 
 
-def script_run(path: Path, error: str, line: int, message: str, steps: int = 8) -> RunFolder:
+def script_run(
+    path: Path,
+    error: str,
+    line: int,
+    message: str,
+    steps: int = 8,
+    end: TrainerExited | None = None,
+) -> RunFolder:
     """A watched script that an exception ended."""
     scene = Scene(path).open()
     scene.events(*[step(number, 2.0) for number in range(1, steps + 1)])
     where = f"{path}/train.py:{line} in main"
     scene.events(ScriptEnded(how="raised", exception=error, message=message, where=where))
-    scene.watch(ended("failed", 1))
+    scene.watch(end or ended("failed", 1))
     return scene.close().run
+
+
+def test_an_exception_counts_though_the_process_was_ended_before_it_exited(tmp_path: Path) -> None:
+    one = observation(script_run(tmp_path / "seen", "ValueError", 7, "not finite"), "exit")
+    for name, message, expected in (("same", "not finite", True), ("other", "no file", None)):
+        end = ended("terminated", -15)
+        run = script_run(tmp_path / name, "ValueError", 7, message, steps=20, end=end)
+        assert shown(one, run, steps=12)[0] is expected
 
 
 def test_an_exception_is_the_same_from_its_line_with_its_words_numbers_and_folders_aside(
