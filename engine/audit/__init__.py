@@ -1,1 +1,1 @@
-"""The audit of a step: what the trainer did in one real step, stage by stage, compared with plain reference code."""
+"""Audit a training step: compare each stage of one real step of the trainer with plain reference code."""

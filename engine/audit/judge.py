@@ -1,13 +1,13 @@
 """Judge each stage of an observed step against plain references: models, loss and gradients before the update, and then
 the update.
 
-Each stage is judged from the input that was observed at that stage, with the rounding of its own arithmetic as the
-tolerance. The input of a stage is the observed output of the stage before, so together the stages follow the step from
-the rows on the host to the updated weights. The first failure is the diagnosis. Only stages that the user's compiler,
-device, kernels or model code can make fail are judged; tests compare the others.
+Each stage is judged from the input that was observed at that stage, with the rounding error of the stage's arithmetic
+as the tolerance. The input of a stage is the observed output of the preceding stage, so together the stages cover the
+step from the rows on the host to the updated weights. The first failure is the diagnosis. Only stages that the user's
+compiler, device, kernels or model code can break are judged; the other stages are compared in tests.
 
-Where the FLOP budget does not allow all rows, the hidden states of some rows are compared, drawn by the step. The
-numbers of each stage report how many positions and parameters were compared, out of how many.
+If the FLOP budget does not allow all rows, only the hidden states of randomly drawn rows are compared; the step seeds
+the draw. The numbers of each stage report how many of the positions and parameters were compared.
 """
 
 # Shapes: B rows, T tokens, N = B*T, D student width, E teacher width, V vocabulary, R rows of a parameter
@@ -49,25 +49,25 @@ from engine.log.events import StepDone
 from engine.verdict import Answer, Level, Numbers, passed, unknown
 
 ROUNDING, TF32 = 2.0**-24, 2.0**-11
-"""Largest relative error of one rounding in fp32, and of one rounding of a TF32 matmul's operands."""
+"""Maximum relative error of one rounding in fp32, and of one rounding of a TF32 matmul's operands."""
 HEAD_ROWS_COMPARED = 256
 """Number of rows of the teacher's head that are compared."""
 MIN_MOVED_SHARE = 0.01
-"""Minimum share of the weights due an update that must change, 0 to 1; below it the stage is unknown."""
+"""Minimum share, 0 to 1, of the weights with a nonzero update that must change; below it the stage is unknown."""
 NO_REFERENCE = (
-    "not compared: transformers runs the model, and no other implementation of it is here"
+    "not compared: transformers runs the model, for which the audit has no reference implementation"
 )
 NOT_APPLIED = "the update was skipped: the loss or a gradient is not finite"
 MOSTLY_ROUNDING = 0.1
 """Maximum relative error of the hidden states' gradient, 0 to 1; above it rounding hides other errors."""
 LOG_ROUNDINGS = 8
-"""Roundings of a token's gradient where it is q (log q - log p - KL) and not q - p: two logits and two normalisers, and
-the same in the mean."""
+"""Number of roundings in a token's logit gradient if it is q (log q - log p - KL) instead of q - p: two logits and
+two normalisers, and the same in the mean."""
 ROUNDED_ROWS = 2
 """Number of rows that are recomputed with rounding errors added, to measure the effect of rounding alone."""
 ROUNDED_PER_SHOWN = 4
-"""Maximum number of differing positions accepted for each position at which the recomputed rows show that rounding
-alone makes the difference."""
+"""Maximum number of differing positions accepted for each position whose difference the recomputed rows show to be
+due to rounding alone."""
 
 
 @dataclass(slots=True)
@@ -78,12 +78,12 @@ class _Loss:
     ce: float
     kd: float
     total: float
-    """The objective, from its parts in each micro-batch."""
+    """The value of the objective, summed from its terms in each micro-batch."""
     agreement: float
     temperature: float
     hidden_gradients: list[Tensor]
     head_gradient_VD: Tensor | None
-    """Gradient of the head; None where it is frozen, or the hidden states are the logits."""
+    """Gradient of the head; None if the head is frozen, or if the hidden states are the logits."""
     largest_logit: float
 
 
@@ -98,9 +98,9 @@ class _Sample:
     rows: list[list[int]]
     """Row indices, one list per pass."""
     tokens: int
-    """Number of leading tokens compared in each row: later tokens do not change them."""
+    """Number of leading tokens compared in each row; later tokens do not affect their hidden states."""
     gradients: bool
-    """Whether the sample is the whole step, so that the weights' gradients are compared too."""
+    """Whether the sample is the whole step, so that the weights' gradients are also compared."""
 
 
 @dataclass
@@ -119,7 +119,7 @@ class _Step:
 
     @cached_property
     def student_sample(self) -> _Sample:
-        """All rows where the budget allows their gradients, otherwise some rows."""
+        """All rows if the budget allows their gradients, otherwise some rows."""
         size = self.observed.student.parameters
         whole = 8 * size * self.positions <= REFERENCE_FLOPS[self.device.type]
         return self._sample(self.observed.student, 0 if whole else 2 * size)
@@ -131,8 +131,8 @@ class _Step:
         return self._sample(self.observed.teacher, 2 * self.observed.teacher.parameters, taught)
 
     def _sample(self, model: Model, flops: int, of_passes: Sequence[bool] | None = None) -> _Sample:
-        """Draw the rows that the budget allows at `flops` per token, seeded by the step, of the passes for which
-        `of_passes` is True, by default of all. All rows where `flops` is 0."""
+        """Draw the rows that the budget allows at `flops` per token; the step is the seed. Rows are drawn from the
+        passes for which `of_passes` is True, by default from all. If `flops` is 0, all rows are taken."""
         observed = self.observed
         all_rows = [
             (index, row)
@@ -141,7 +141,7 @@ class _Step:
             for row in range(pass_.tokens_BT.shape[0])
         ]
         tokens = observed.passes[0].tokens_BT.shape[1]
-        # LongRoPE turns short and long documents differently.
+        # LongRoPE uses different rotations for short and long documents.
         if flops and not model.shape.long_factors:
             tokens = min(tokens, COMPARED_TOKENS)
         count = len(all_rows)
@@ -160,7 +160,7 @@ class _Step:
 
     @cached_property
     def scale(self) -> int:
-        """Factor by which the student's reference uses larger chunks than the memory plan counts."""
+        """Factor by which the student's reference uses larger chunks than the memory plan assumes."""
         runs, pass_ = self.observed.student.runs, self.observed.passes[0]
         if runs is None:
             return 1
@@ -207,8 +207,8 @@ class _Step:
 
     @contextlib.contextmanager
     def matmul_precision(self, model: Model) -> Iterator[None]:
-        """Allow TF32 matmuls on a GPU for the reference of a model in 16 bits or fewer: they are five times as fast and
-        round an eighth as much as the model does."""
+        """Allow TF32 matmuls on a GPU for the reference of a model in 16 bits or fewer: they are five times as fast,
+        and their rounding error is an eighth of the model's."""
         previous = torch.get_float32_matmul_precision()
         if self.device.type == "cuda" and model.rounding >= 8 * TF32:
             torch.set_float32_matmul_precision("high")
@@ -285,7 +285,7 @@ def _labels(pass_: ObservedPass) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Updated:
-    """A finished step: what was observed before its update and after it."""
+    """A finished step: its observations before and after the update."""
 
     observed: ObservedStep
     loss: _Loss | str
@@ -298,11 +298,12 @@ class _Updated:
 
 # contract: distill-batch-honesty-v1
 class StepJudge:
-    """Judges a step in two parts: models, loss and gradients before the update changes the weights; the update once the
-    step is logged. A stage whose judgement raises an error is unknown, with the error as the reason."""
+    """Judges a step in two parts: models, loss and gradients before the update changes the weights, and the update
+    after the step is logged. A stage whose judge function raises an error is unknown, with the error as the
+    reason."""
 
     def __init__(self, observed: ObservedStep) -> None:
-        """Judge the first part; whole tensors are released afterwards."""
+        """Judge the stages before the update, then release the whole tensors."""
         step = _Step(observed)
         self._found = {id: _timed(judge, step) for id, judge in BEFORE_UPDATE.items()}
         self._loss: _Loss | str = "its reference could not be computed"
@@ -315,7 +316,8 @@ class StepJudge:
     def after_update(
         self, logged: StepDone, updates: int, after: Mapping[str, UpdatedParameter]
     ) -> list[tuple[About, Answer, float]]:
-        """Return the answers of all stages, with the seconds that each took. `updates` were applied before the step."""
+        """Return the results of all stages, with the seconds that each took. `updates` is the number of updates
+        before the step."""
         done = _Updated(self._observed, self._loss, logged, updates, after)
         found = self._found | {id: _timed(judge, done) for id, judge in AFTER_UPDATE.items()}
         return [(about, *found[about.id]) for about in STAGES]
@@ -346,7 +348,7 @@ def _allowed(model: Model) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Errors:
-    """The errors of the sampled positions of all passes, in order, (P,) each."""
+    """The errors of the hidden states at the sampled positions of all passes, in order, (P,) each."""
 
     error_P: Tensor
     size_P: Tensor
@@ -391,7 +393,7 @@ def _forward_pass(
     allowed = _allowed(model)
     errors = _errors(step, chosen, forwards, hidden)
     relative_P = (errors.error_P / errors.size_P).nan_to_num(math.inf)
-    # The error of one position averages over fewer numbers than that of all positions.
+    # The error of one position is a mean over fewer numbers than the error of all positions.
     over_P = relative_P > 4 * allowed
     positions = len(relative_P)
     error = errors.relative(torch.ones_like(over_P))
@@ -408,7 +410,7 @@ def _forward_pass(
     )
     decided = ""
     if over_P.any() or not error <= allowed:
-        # Some models, above all those of random weights, amplify rounding errors into other hidden states.
+        # Some models, mostly with random weights, amplify rounding errors until the hidden states differ.
         rounding_P, checked_P = _moved_by_rounding(
             step, model, chosen.tokens, forwards, errors, over_P
         )
@@ -443,8 +445,8 @@ def _moved_by_rounding(
     errors: _Errors,
     over_P: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return which sampled positions exceed the tolerance when errors of one rounding are added, and which were checked
-    this way: those of the rows that differ most; (P,) each."""
+    """Return which sampled positions exceed the tolerance if errors of one rounding are added, and which positions
+    were checked in this way: those of the rows that differ most; (P,) each."""
     plain_ND = torch.cat([_join_hidden(groups) for groups in forwards if groups])
     plain_RTD = plain_ND.view(-1, length, plain_ND.shape[1])
     moved_P, checked_P = torch.zeros_like(over_P), torch.zeros_like(over_P)
@@ -488,7 +490,7 @@ def _teacher(step: _Step) -> Answer:
         return passed("the objective has no teacher")
     if observed.teacher is None:
         return unknown(observed.no_teacher)
-    # A pass whose objective has no teacher has no rows in the sample.
+    # The sample has no rows of a pass whose objective has no teacher.
     hidden = [pass_.teacher_hidden_NE for pass_ in observed.passes]
     answer = _forward_pass(
         step, observed.teacher, step.teacher_sample, step.teacher_forwards, hidden, "teacher"
@@ -540,7 +542,7 @@ def _logged_loss(step: _Updated) -> Answer:
             )
     if logged.agreement is not None:
         numbers |= dict(agreement=logged.agreement, agreement_reference=ref.agreement)
-        # Rounding decides few ties.
+        # Rounding decides ties, but they are few.
         if not abs(logged.agreement - ref.agreement) <= 0.005 + 2 / ref.labelled:
             return numbers.failed(
                 f"agreement is logged as {logged.agreement:.2%}, the step's hidden states give {ref.agreement:.2%}"
@@ -577,7 +579,7 @@ def _hidden_gradients(step: _Step) -> Answer:
     ref, observed = step.loss, step.observed
     square = size = 0.0
     worst: tuple[float, int, int] = (0.0, 0, 0)
-    # The error that rounding a logit adds to the gradient of its position grows with the norm of the head's rows.
+    # Rounding a logit adds an error to the gradient of its position that grows with the norm of the head's rows.
     length = 1.0
     if observed.student_head is not reference.LOGITS:
         rows_RD = observed.student_head(0, min(64, observed.student.vocabulary)).float()
@@ -634,7 +636,7 @@ def _hidden_gradients(step: _Step) -> Answer:
 
 @dataclass(frozen=True, slots=True)
 class _OutOfTolerance:
-    """The gradient of a tensor that differs from the reference's by more than the tolerance."""
+    """A tensor whose gradient differs from the reference's by more than the tolerance."""
 
     found: Tensor
     wanted: Tensor
@@ -642,7 +644,8 @@ class _OutOfTolerance:
     allowed: float
 
     def explained_by_rounding(self, moved: Tensor) -> bool:
-        """Return whether rounding alone moves the reference as far, given its gradient with rounding errors added."""
+        """Return whether rounding alone changes the reference's gradient as much; `moved` is that gradient with
+        rounding errors added."""
         return self.error <= self.allowed + ROUNDED_PER_SHOWN * float((moved - self.wanted).norm())
 
 
@@ -685,7 +688,7 @@ def _weight_gradients(
     numbers = Numbers(tensors=compared, of_allowed=worst)
     decided = ""
     if outside:
-        # Where the gradients of many tokens cancel, the remainder may be rounding.
+        # If the gradients of many tokens cancel, the remainder may be rounding error.
         forwards = step.forwards(model, step.student_sample, keep=True, rounding=model.rounding)
         for parameter, moved in _wanted_gradients(step, forwards, upstream, head_gradient_VD):
             mismatch = outside.get(parameter.name)
@@ -710,8 +713,9 @@ def _weight_gradients(
 
 
 def _head_rounding(step: _Step) -> float:
-    """Return the norm of the error that rounding the logits adds to the gradient of the head: that of each position
-    times its hidden state. Where teacher and student are nearly equal it is much of the gradient."""
+    """Return the norm of the error that rounding the logits adds to the gradient of the head: the sum over positions
+    of each position's error times its hidden state. If teacher and student are nearly equal, it is a large part of
+    the gradient."""
     ref, observed = step.loss, step.observed
     logs = any(pass_.objective.divergence != "forward_kl" for pass_ in observed.passes)
     per_position = 16 * observed.logit_rounding * ref.largest_logit / max(ref.labelled, 1)
@@ -755,7 +759,7 @@ def _wanted_gradients(
 def _with_head(
     gradients: Iterator[tuple[str, Tensor]], head_gradient_VD: Tensor | None, head_name: str
 ) -> Iterator[tuple[str, Sequence[Tensor]]]:
-    """Yield the name of each tensor with its gradients, which add up: a tied head has two."""
+    """Yield the name of each tensor with its gradients, which must be summed: a tied head has two."""
     for name, gradient in gradients:
         if head_gradient_VD is not None and name == head_name:
             yield name, [gradient, head_gradient_VD]
@@ -770,7 +774,7 @@ def _with_head(
 
 
 def _weights(step: _Updated) -> Answer:
-    """Compare the norm of the gradients, and AdamW's moments and weights after it, with the textbook's update."""
+    """Compare the gradient norm, and the moments and weights after AdamW's update, with the reference update."""
     observed, logged, adam = step.observed, step.logged, step.observed.adam
     if not logged.updated or logged.grad_norm is None or logged.lr is None:
         return unknown(NOT_APPLIED)
@@ -804,7 +808,7 @@ def _weights(step: _Updated) -> Answer:
         update = reference.step_of_adamw(
             adam, before, *after.moments, rate=rate, decay=decay, count=after.updates
         )
-        # A sum is off by a share of its terms, a weight by its own last bits.
+        # The error of a moment is proportional to its terms, the error of a weight to the weight.
         pairs = {
             "mean": (after.moments[0], wanted_mean, 1e-5 * (mean.abs() + gradient.abs())),
             "mean square": (after.moments[1], wanted_square, 1e-5 * (square + gradient**2)),
@@ -839,7 +843,7 @@ def _weights(step: _Updated) -> Answer:
 def _out_of_tolerance(
     parameter: ObservedParameter, found: Tensor, wanted: Tensor, allowed: Tensor
 ) -> str:
-    """Name the first element out of tolerance with both values and the count of the others; empty without one."""
+    """Name the first element out of tolerance, with both values, and count the others; empty if there is none."""
     outside = (~((found - wanted).abs() <= allowed)).nonzero()
     if not len(outside):
         return ""

@@ -1,4 +1,4 @@
-"""Records of an audited step: what was observed in it, and what the spec prescribes for it.
+"""Records of an audited step: the observed tensors and numbers, and the settings that the spec prescribes for it.
 
 All fields are plain tensors, numbers and functions; `engine.train.auditing` fills them in.
 """
@@ -19,17 +19,17 @@ from engine.audit.reference import AdamW, HeadRows, Objective, PlainDecoder, Sha
 
 @dataclass(slots=True, kw_only=True)
 class ObservedPass:
-    """One micro-batch: its rows as they are on the host, and what the step computed from them."""
+    """One micro-batch: its rows on the host, and the tensors that the step computed from them."""
 
     tokens_BT: Tensor
     documents_BT: Tensor
     labels_BT: Tensor
     student_hidden_ND: Tensor
-    """Hidden states that the loss received."""
+    """Hidden states that the loss received as input."""
     student_gradient_ND: Tensor | None = None
-    """Gradient of the hidden states; None when backward produced none."""
+    """Gradient of the hidden states; None if the backward pass produced none."""
     teacher_hidden_NE: Tensor | None
-    """None without a teacher, or with targets."""
+    """Hidden states of the teacher; None without a teacher, or with stored targets."""
     targets: Targets | None
     objective: Objective
     """The objective of these rows."""
@@ -56,7 +56,7 @@ class Model:
     """Weights of the step's forward pass."""
     vocabulary: int
     rounding: float
-    """Largest relative error of one rounding in its matmuls."""
+    """Maximum relative error of one rounding in the model's matmuls."""
     parameters: int
     head_name: str
     """Name of the head's tensor, which may be the embedding; empty with `reference.LOGITS`."""
@@ -66,27 +66,27 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedParameter:
-    """Some whole rows of a parameter of the student, in fp32."""
+    """Sampled rows of a parameter of the student, in fp32."""
 
     name: str
     rows_R: Tensor
     """Indices of the sampled rows; for a vector, of its elements."""
     before: Tensor
     gradient: Tensor | None
-    """Gradient of the sampled rows before clipping; None when there was none."""
+    """Gradient of the sampled rows before clipping; None if there was none."""
     moments: tuple[Tensor, Tensor] | None
-    """None before the first update."""
+    """AdamW's moments of the sampled rows; None before the first update."""
     updates: int
-    """Number of updates that the optimizer counts before the step."""
+    """Number of updates before the step, as the optimizer counts them."""
     numbers: int
     """Number of elements of the whole parameter."""
     decays: bool
-    """Whether weight decay applies to it: it does to matrices."""
+    """Whether weight decay applies to the parameter, as it does to matrices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdatedParameter:
-    """The same rows after the update."""
+    """The sampled rows of a parameter after the update."""
 
     after: Tensor
     moments: tuple[Tensor, Tensor] | None
@@ -102,15 +102,15 @@ class ObservedStep:
     passes: Sequence[ObservedPass]
     student: Model
     teacher: Model | None
-    """The teacher; None where the objective has none, or for the reason in `no_teacher`."""
+    """The teacher; None if the objective has none, or for the reason in `no_teacher`."""
     no_teacher: str
     stored: bool
     """Whether the teacher's outputs are read from a store."""
     student_head: HeadRows
-    """Head of the student as the loss receives it; `teacher_head` likewise."""
+    """Head of the student, as the loss receives it; `teacher_head` is the teacher's."""
     teacher_head: HeadRows | None
     logit_rounding: float
-    """Largest relative error of one product in the matmul to logits, without the rounding of its operands."""
+    """Maximum relative error of one product in the matmul to logits, without the rounding of its operands."""
     parameters: Sequence[ObservedParameter]
     gradient_norm: float
     """Global norm of all gradients, summed in float64."""
@@ -119,4 +119,4 @@ class ObservedStep:
     """Weight decay of matrices."""
     clip_norm: float
     free_bytes: int = 0
-    """GPU bytes that the step allocated and freed."""
+    """GPU bytes that the step allocated and freed, which the audit may use."""

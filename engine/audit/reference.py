@@ -1,11 +1,12 @@
-"""A training step by the textbook, in plain torch: a decoder, the distillation loss, clipping, AdamW and its schedule.
+"""A training step in plain torch, written from the papers: a decoder, the distillation loss, clipping, AdamW and its
+schedule.
 
-These are the references of the audit, written for reading. They share no code with what they judge: this file
+These are the references of the audit, written to be read. They share no code with the code that they judge: this file
 imports nothing of the engine. Decoders and logits are computed in fp32, sums and updates in float64.
 
     decoder     Qwen2, Qwen3, Llama, Mistral, SmolLM3, OLMo 2, Phi-3, Gemma 3: RMS norms before attention and mlp,
-                after them or both, rotary embeddings on the halves of a head or of its first 2 R elements (in some
-                layers none), grouped-query attention, silu(gate) * up or gelu(gate) * up. The mask excludes other
+                after them or both, rotary embeddings on the halves of a head or of its first 2 R elements (some
+                layers have none), grouped-query attention, silu(gate) * up or gelu(gate) * up. The mask excludes other
                 documents, later tokens, and tokens outside a sliding window. A pair (x[i], x[i + R]) of a head is the
                 complex number z = x[i] + i x[i + R], which position p rotates by its angle: z e^{i p theta^(-i/R)}
     loss        alpha CE + (1 - alpha) T^2 D(p, q), p and q at temperature T (Hinton et al., 2015); the gradient of the
@@ -13,7 +14,8 @@ imports nothing of the engine. Decoders and logits are computed in fp32, sums an
     update      AdamW (Loshchilov & Hutter, 2019): m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,
                 w = w - lr (m' / (sqrt(v') + eps) + decay w),  with m' = m / (1 - b1^t), v' = v / (1 - b2^t)
 
-Gradients of a decoder are computed layer by layer, last layer first: those of one layer are in memory at a time.
+Gradients of a decoder are computed layer by layer, last layer first, so that only one layer's are in memory at a
+time.
 """
 
 # Shapes: B rows, T tokens of a row or of a document, N all tokens, D width, H query heads, K key/value heads,
@@ -35,9 +37,9 @@ IGNORED = -100
 ATTENTION_WEIGHTS = 1 << 20
 """Default number of attention weights of one head, over all rows, in memory at a time."""
 FP32_ROUNDING = 2.0**-24
-"""Largest relative error of one rounding to fp32."""
+"""Maximum relative error of one rounding to fp32."""
 SCORE_ROUNDINGS = 4
-"""Number of roundings in an attention score and in the log-sum-exp that is subtracted from it."""
+"""Number of roundings in the difference of an attention score and the log-sum-exp of its row."""
 
 HEAD_ROWS = 8192
 """Number of head rows converted to fp32 at a time."""
@@ -47,16 +49,16 @@ class Weight(Protocol):
     """The weights of a decoder."""
 
     def __call__(self, name: str, rows_N: Tensor | None = None) -> Tensor:
-        """Return a tensor in fp32, or only some rows of it."""
+        """Return a tensor, or some rows of it, in fp32."""
         ...
 
 
 HeadRows = Callable[[int, int], Tensor]
-"""Function that returns `count` rows of a head, from row `first` on, as they enter the matmul to logits."""
+"""Function that returns `count` rows of a head, from row `first` on, rounded as in the matmul to logits."""
 
 
 def LOGITS(first: int, count: int) -> Tensor:
-    """Mark a model whose hidden states are its logits: it has no head."""
+    """Mark a model without a head, whose hidden states are its logits."""
     raise NotImplementedError
 
 
@@ -97,7 +99,7 @@ class Shape:
     rotary_dim: int = 0
     """Number of leading elements of a head with rotary embeddings; 0 for all."""
     qk_norm_whole: bool = False
-    """Whether all heads of q, and all of k, are normalised together."""
+    """Whether q is normalised over all its heads together, and k likewise."""
     pre_norms: bool = True
     """Whether the inputs of attention and mlp are normalised."""
     post_norms: bool = False
@@ -112,13 +114,13 @@ class Shape:
     layers_without_window: tuple[int, ...] = ()
     """Indices of the layers without a sliding window."""
     local_theta: float | None = None
-    """`theta` of the layers with a sliding window, where it differs."""
+    """`theta` of the layers with a sliding window, if it differs."""
     position_factor: float = 1.0
     """Divisor of the positions in layers that use `theta`."""
     short_factors: tuple[float, ...] = ()
-    """Divisors of each pair's frequency in documents of up to `short_positions` tokens (LongRoPE, 2024)."""
+    """Divisors of each rotary pair's frequency in documents of up to `short_positions` tokens (LongRoPE, 2024)."""
     long_factors: tuple[float, ...] = ()
-    """Divisors of each pair's frequency in longer documents."""
+    """Divisors of each rotary pair's frequency in longer documents."""
     short_positions: int = 0
     attention_factor: float = 1.0
     """Factor of the cosines and sines."""
@@ -129,7 +131,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """A forward pass with the tensors that its backward pass needs."""
+    """The tensors of a forward pass that the backward pass needs."""
 
     tokens_N: Tensor
     documents_BT: Tensor
@@ -146,7 +148,7 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """An adapter of a matrix: W + scale B A is used in its place."""
+    """A LoRA adapter of a matrix W: W + scale B A is used in its place."""
 
     a_RI: Tensor
     b_OR: Tensor
@@ -157,8 +159,8 @@ class LowRank:
 class PlainDecoder:
     """The decoder of this file.
 
-    With adapters, W + s B A is merged into its weights (`merged`), and the gradients of A and B take the place of the
-    others: dA = s B^T dW and dB = s dW A^T.
+    With adapters, the weights are W + s B A (`merged`), and only the gradients of A and B are returned: dA = s B^T dW
+    and dB = s dW A^T.
     """
 
     shape: Shape
@@ -172,12 +174,13 @@ class PlainDecoder:
     def forward(
         self, tokens_BT: Tensor, documents_BT: Tensor, *, keep: bool = False, rounding: float = 0.0
     ) -> Forward:
-        """Return the hidden states of some rows; the inputs of the layers only with `keep`.
+        """Return the hidden states of some rows and, with `keep`, the inputs of the layers.
 
-        The tokens of a document must be contiguous, and no two rows may share a document. With `rounding`, every number
-        that a 16-bit model would round is multiplied by 1 + `rounding` or 1 - `rounding`: the change of the hidden
-        states shows the effect of rounding alone. At the rounding of fp32 the pass is computed in float64, because the
-        sums of an fp32 matmul round as much as the stored numbers, and more where their terms cancel.
+        The tokens of a document must be contiguous, and no two rows may share a document. With `rounding`, every
+        number that a 16-bit model would round is multiplied by 1 + `rounding` or 1 - `rounding`, so that the change
+        of the hidden states shows the effect of rounding alone. If `rounding` is that of fp32, the pass is computed
+        in float64, because the sums of an fp32 matmul round as much as the stored numbers, and more if their terms
+        cancel.
         """
         shape, weight = self.shape, _widened(self.weight, rounding)
         lengths = [
@@ -236,7 +239,7 @@ class PlainDecoder:
                 x_ND = pass_.inputs[index].detach().requires_grad_()
                 with torch.enable_grad():
                     # A scalar whose gradient is the upstream gradient: autograd on a scalar imports no compiler.
-                    # A rounding factor of the forward pass is a factor of the backward pass too.
+                    # A rounding factor of the forward pass is also a factor of the backward pass.
                     y_ND = run(x_ND, pass_.documents_BT, pass_.turns, weights, pass_.rounding)
                     scalar_loss = (y_ND * flows[number]).sum()
                 flows[number], *gradients = torch.autograd.grad(
@@ -292,7 +295,7 @@ def _perturbed(x: Tensor, share: float) -> Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _signs(count: int, device: torch.device) -> Tensor:
-    """Return 1 or -1 for each index, by one bit of its multiplicative hash."""
+    """Return 1 or -1 for each index, from one bit of its multiplicative hash."""
     places = torch.arange(count, device=device) * 2654435761
     return (2 * (places >> 15 & 1) - 1).to(torch.float32)
 
@@ -361,7 +364,7 @@ def _attention(
     parts: Mapping[str, Tensor],
     rounding: float,
 ) -> Tensor:
-    """Compute attention of each token to itself and the earlier tokens of its document."""
+    """Compute the attention of each token to itself and to the earlier tokens of its document."""
     window, scalar = shape.window_of(index), shape.query_scalar or shape.head_dim
     projections = []
     for name in "qkv":
@@ -394,7 +397,7 @@ def _attention(
         if window is not None:
             seen_BTS = seen_BTS.triu(begin - window + 1)
         arguments = queries_BHTE, k_BHSE[:, :, :end], v_BHSE[:, :, :end], seen_BTS, scalar, rounding
-        # The weights of all queries would not fit in memory for the backward pass.
+        # The attention weights of all queries would not fit in memory for the backward pass.
         if torch.is_grad_enabled() and count < length:
             outputs.append(_Recomputed.apply(*arguments))  # type: ignore[no-untyped-call]
         else:
@@ -411,9 +414,10 @@ def _attend(
     scalar: float,
     rounding: float,
 ) -> Tensor:
-    """Return the attention output of some queries over the keys that they see, heads concatenated, (B, T, H*E)."""
+    """Return the attention output of some queries over the keys that they attend to, heads concatenated, (B, T,
+    H*E)."""
     scores_BHTS = q_BHTE @ k_BHSE.transpose(2, 3) / math.sqrt(scalar)
-    # Masked before softmax takes the maximum: the score of a later token may be larger by any amount.
+    # Mask before softmax takes the maximum, because the score of a later token may be arbitrarily large.
     scores_BHTS = scores_BHTS.masked_fill(~seen_BTS[:, None], -math.inf)
     if rounding:
         sizes_BHTS = q_BHTE.detach().abs() @ k_BHSE.detach().abs().transpose(2, 3)
@@ -425,7 +429,7 @@ def _attend(
 
 
 class _RoundedAttention(torch.autograd.Function):
-    """softmax(scores) @ v, rounded where fused attention rounds (Dao et al., 2022).
+    """softmax(scores) @ v, with roundings at the same points as in fused attention (Dao et al., 2022).
 
     Its backward pass recomputes the weights as P = exp(S - L) from scores S and L = log(sum(exp S)), in fp32 at any
     precision: scores in the thousands leave few bits for a weight, and so do terms that cancel to a small score.
@@ -499,7 +503,8 @@ def _rotations(shape: Shape, length: int, device: torch.device, windowed: bool) 
 
 
 def scaled_frequency(frequency: float, rope_scaling: RopeScaling | None) -> float:
-    """Scale a rotary frequency as Llama 3.1 does: low ones are divided, high ones kept, those between interpolated."""
+    """Scale a rotary frequency as Llama 3.1 does: low frequencies are divided, high ones kept, and those between
+    interpolated."""
     if rope_scaling is None:
         return frequency
     wavelength = 2 * math.pi / frequency
@@ -529,7 +534,7 @@ class Objective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """Stored teacher targets: a few tokens of each position."""
+    """Stored teacher targets: a few tokens for each position."""
 
     ids_NK: Tensor
     log_probs_NK: Tensor | None
@@ -538,7 +543,7 @@ class Targets:
 
 @dataclass(slots=True, kw_only=True)
 class LossSums:
-    """Sums over labelled tokens in float64, neither divided by their number nor multiplied by T^2."""
+    """Sums over labelled tokens in float64, not divided by the number of tokens and not multiplied by T^2."""
 
     ce: float = 0.0
     divergence: float = 0.0
@@ -558,12 +563,13 @@ def loss(
     head_gradient_VD: Tensor | None = None,
     chunk_numbers: int,
 ) -> tuple[LossSums, Tensor]:
-    """Return the sums of the loss over these tokens, and the gradient of the hidden states, (N, D), both in fp32 or
-    in float64 if the hidden states are.
+    """Return the sums of the loss over these tokens, and the gradient of the hidden states, (N, D), both in fp32, or
+    in float64 if the hidden states are in float64.
 
-    `teacher` is its hidden states (N, E) and its head, of which the first `vocabulary` rows are used: the student's
-    vocabulary. The gradient of the head is added to `head_gradient_VD`. `denominator` is the number of labelled tokens
-    of the whole step; `chunk_numbers` is the number of logits in memory at a time.
+    `teacher` is the teacher's hidden states (N, E) and its head, of which the first `vocabulary` rows are used
+    (`vocabulary` is the size of the student's). The gradient of the head is added to `head_gradient_VD`.
+    `denominator` is the number of labelled tokens of the whole step; `chunk_numbers` is the number of logits in
+    memory at a time.
     """
     sums = LossSums()
     wide = torch.promote_types(hidden_ND.dtype, torch.float32)
@@ -641,8 +647,8 @@ def _kl(log_p_CV: Tensor, log_q_CV: Tensor) -> Tensor:
 def _to_targets(objective: Objective, z_CV: Tensor, targets: Targets, rows_C: Tensor) -> Tensor:
     """Return the divergence from a few targets of each row, summed over the rows.
 
-    For sampled tokens this is their cross entropy. For the top tokens it is the KL, with all other tokens as one
-    outcome.
+    For sampled tokens it is their cross entropy. For the top tokens it is the KL divergence, with all other tokens as
+    one outcome.
     """
     log_q_CV = torch.log_softmax(z_CV / objective.temperature, 1)
     ids_CK = targets.ids_NK[rows_C].long()
@@ -655,7 +661,7 @@ def _to_targets(objective: Objective, z_CV: Tensor, targets: Targets, rows_C: Te
     rest_p_C = 1 - p_CK.sum(1)
     others_CV = torch.ones_like(log_q_CV, dtype=torch.bool).scatter(1, ids_CK, False)
     log_rest_q_C = log_q_CV.masked_fill(~others_CV, -math.inf).logsumexp(1)
-    # A remainder that comes from rounding to the stored type is not an outcome.
+    # A remainder of probability that is due to rounding to the stored type is not an outcome.
     has_rest_C = rest_p_C > ids_CK.shape[1] * torch.finfo(torch.float32).eps
     safe_p_C = torch.where(has_rest_C, rest_p_C, 1.0)
     rest_C = torch.where(has_rest_C, rest_p_C * (safe_p_C.log() - log_rest_q_C), 0.0)

@@ -1,8 +1,8 @@
 """Compare the curves of two logs at their common steps, and their settings.
 
-Values of neighbouring steps are not independent, so the differences at the common steps of the second half are
-summarised by the medians of BLOCKS blocks, and Student's t test decides on those. It measures the noise within the two
-runs: runs with other seeds may differ by more.
+Values of neighbouring steps are not independent. So the differences at the common steps of the second half are
+summarised by the medians of BLOCKS blocks, to which Student's t test is applied. The test uses the noise within the
+two runs: runs with other seeds may differ by more.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from engine.log.view import RunView
 CURVES = ("loss", "ce", "kd", "grad_norm", "lr", "step_s", "tokens")
 BETTER_LOW = frozenset({"loss", "ce", "kd", "step_s", "held_out"})
 EXACT = frozenset({"lr", "tokens"})
-"""Names whose values have no noise."""
+"""Names of curves without noise, which are compared step by step."""
 BLOCKS, LEAST = 8, 16
-"""Number of blocks, and the minimum number of common steps in the second half."""
+"""Number of blocks, and minimum number of common steps in the second half."""
 ALPHA = 0.001
-"""Largest p value of a difference that is reported, 0 to 1."""
+"""Significance level: maximum p value of a difference that is reported, 0 to 1."""
 MARGIN = 0.01
-"""Smallest relative difference that counts."""
+"""Smallest relative difference that is reported."""
 
 
 class Change(NamedTuple):
@@ -34,7 +34,7 @@ class Change(NamedTuple):
     new: float | str | None
     old: float | str | None
     why: str
-    """The step since which it differs, or its p value; empty where it does not differ."""
+    """Difference and p value of a curve, or the steps at which it differs; empty if it does not differ."""
     is_worse: bool = False
 
 

@@ -1,11 +1,13 @@
-"""Write the values of a run, the engine's or a watched script's, as a TensorBoard folder, a CSV file or a Parquet file.
+"""Write the values of a run (of the engine or of a watched script) as a TensorBoard folder, a CSV file or a Parquet
+file.
 
-    step         every number of its record; `phases/data`, `host/launch` and `losses/0` are the nested ones
+    step         every number of its event; nested numbers are named `phases/data`, `host/launch`, `losses/0`
     evaluation   held_out (the student), held_out/teacher, held_out/untrained
-    logged       values that a script logged, by its own names
+    logged       values that a script logged, by the script's names
 
-A value that is absent is an empty cell, no value or null; NaN and infinities stay what they are. CSV and Parquet keep
-every bit; TensorBoard has 32 bits for a value. Steps that a resume repeats are written once.
+An absent value is an empty cell in CSV, a null in Parquet, and no value in TensorBoard; NaN and infinities are kept.
+CSV and Parquet keep the full precision; TensorBoard stores 32 bits for a value. Steps that a resume repeats are
+written once.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ _SUBJECTS = {subject: name for name, subject in HELD_OUT.items()}
 
 
 def export_run(run: RunFolder, to: str, path: Path) -> int:
-    """Write the values of a run to a new file or folder; returns how many. Raises BadInput, RunLogError, DiskFull."""
+    """Write the values of a run to a new file or folder, and return their number. Raises BadInput, RunLogError,
+    DiskFull."""
     if path.exists():
         hint = "--out names another"
         raise BadInput.expected("export", path, "nothing of that name", "something", hint=hint)
@@ -88,7 +91,7 @@ def _nested(step: StepDone) -> Iterator[tuple[str, Any]]:
 
 @contextlib.contextmanager
 def _new_file(path: Path) -> Iterator[Path]:
-    """Yield the temporary name of a file, which gets its own name when it is complete."""
+    """Yield a temporary path for a file, and rename it to its final path when it is complete."""
     partial = path.with_name(f"{path.name}.partial")
     try:
         yield partial
@@ -98,12 +101,12 @@ def _new_file(path: Path) -> Iterator[Path]:
 
 
 def _header(series: dict[str, Series]) -> list[str]:
-    # A script may log values named "step" or "unix_s" itself.
+    # A script may itself log values named "step" or "unix_s".
     return ["step", "unix_s", *(name for name in series if name not in ("step", "unix_s"))]
 
 
 def _rows(series: dict[str, Series], header: list[str]) -> Iterator[list[int | float | None]]:
-    """Yield a row for each step; its time is that of its last value."""
+    """Yield a row for each step; the row's time is that of its last value."""
     column_of = {name: place for place, name in enumerate(header)}
     for step, points in by_step(series):
         row: list[int | float | None] = [step, 0.0, *[None] * (len(header) - 2)]

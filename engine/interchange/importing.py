@@ -1,7 +1,8 @@
-"""Make a run folder of what another tool has logged: the same records as of a script that is watched, at their times.
+"""Make a run folder from the log of another tool. It has the same records as the run of a watched script, with their
+times.
 
 The rules are evaluated afterwards, in the order in which a supervisor would have evaluated them during the run. Their
-alerts are written at their times into watch.jsonl, which every view reads.
+alerts are written with their times to watch.jsonl.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ from engine.units import format_count
 from engine.watch.replay import Diagnosis, diagnose, diagnose_events
 
 VALUES_MOST = 1 << 14
-"""Maximum number of values of a name that are judged where no run folder is made; of more, every second value is
-judged, or every fourth, and so on."""
+"""Maximum number of values of a name that are judged if no run folder is made. If there are more, only every second
+value is judged, or every fourth, and so on."""
 STATE = "imported"
-"""State of a run whose files do not say how it ended."""
+"""State of a run whose files do not record how it ended."""
 _AT_ONCE = 200
-"""Names in one line of the log."""
+"""Maximum number of names in one line of the log."""
 _SHOWN = 8
 """Maximum number of names in a message."""
 _TEXT = 2000
@@ -74,10 +75,10 @@ def import_run(
     given: Mapping[str, str] | None = None,
     partial: bool = False,
 ) -> tuple[RunFolder, list[Note]]:
-    """Create `folder`/NAME from the files at `path`; return it with remarks for the user, which its log has too.
+    """Create `folder`/NAME from the files at `path`; return it with notes for the user, which are also in its log.
 
-    `given` has the names from `--map`: the engine's name of a value, and its name in the files. Raises BadInput; then
-    nothing was written.
+    `given` has the names from `--map`: the engine's name of a value, and its name in the files. Raises BadInput
+    before anything is written.
     """
     given = given or {}
     recorded = Recorded(path=path, partial=partial)
@@ -101,7 +102,7 @@ def import_run(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedLog:
-    """A log that was read and judged; nothing of it is kept."""
+    """The result of a log that was read and judged without making a run folder."""
 
     recorded: Recorded
     names: dict[str, str]
@@ -110,7 +111,7 @@ class JudgedLog:
 
 
 def diagnose_recorded(recorded: Recorded, source: str, given: Mapping[str, str]) -> JudgedLog:
-    """Judge what was recorded as the run folder that an import would make of it. Raises BadInput."""
+    """Judge another tool's records like the run folder that an import would make of them. Raises BadInput."""
     names = _find_names(recorded, source, given)
     notes, first_events = _first_records(recorded, source, names)
     found = diagnose_events(_with_times(_records(recorded, first_events, names)))
@@ -118,7 +119,7 @@ def diagnose_recorded(recorded: Recorded, source: str, given: Mapping[str, str])
 
 
 def _with_times(records: Iterable[tuple[float, Event]]) -> Iterator[tuple[Any, float]]:
-    """Yield the records as they are read from a log, each with its time in it."""
+    """Yield the records as they would be read from a log, each with its `t_s` set."""
     begin_s: float | None = None
     for unix_s, event in records:
         if begin_s is None:
@@ -141,7 +142,7 @@ def _find_names(recorded: Recorded, source: str, given: Mapping[str, str]) -> di
 def _first_records(
     recorded: Recorded, source: str, names: dict[str, str]
 ) -> tuple[list[Note], list[Event]]:
-    """Return the notes on the files, and the records that a log of them begins with."""
+    """Return the notes on the files, and the records with which their log begins."""
     texts = [("info", text) for text in _describe_names(recorded, names)]
     texts += [("warning", text) for text in recorded.warnings]
     notes = [Note(level=level, text=one_line(text)) for level, text in texts]
@@ -158,7 +159,8 @@ def _list_some(names: Iterable[str]) -> str:
 
 
 def _describe_names(recorded: Recorded, names: Mapping[str, str]) -> list[str]:
-    """Return notes on the names in the files: which are read as the engine's, kept, left out or thinned out."""
+    """Return notes on the names in the files: those that are renamed to the engine's names, kept, left out or thinned
+    out."""
     texts = [f"{engine_name} from {log_name}" for engine_name, log_name in names.items()]
     lines = [f"names: {', '.join(texts) or 'none'}"]
     if others := recorded.series.keys() - set(names.values()):
@@ -172,7 +174,8 @@ def _describe_names(recorded: Recorded, names: Mapping[str, str]) -> list[str]:
         )
     if not recorded.is_timed:
         lines.append(
-            "no time of day in the log: times are counted from step to step, from the time of the file"
+            "no time of day in the log: times are summed from the durations of the steps, beginning at the time of "
+            "the file"
         )
     if (every := max((series.every for series in recorded.series.values()), default=1)) > 1:
         lines.append(f"long curves: every {every:,}th value is judged, and every non-finite one")
@@ -180,7 +183,7 @@ def _describe_names(recorded: Recorded, names: Mapping[str, str]) -> list[str]:
 
 
 def _effective(recorded: Recorded) -> dict[str, Any]:
-    """Return what effective.json has: the settings by section, redacted, and the command."""
+    """Return the content of effective.json: the settings by section, redacted, and the command."""
     spec: dict[str, dict[str, Any]] = {}
     for number, (name, value) in enumerate(_leaves(recorded.settings)):
         if number < limits.IMPORT_SETTINGS.most:
@@ -213,7 +216,7 @@ def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str
 
 
 def _write(path: Path, records: Iterable[tuple[float, Event]]) -> None:
-    """Write a log whose lines have the times of the records, of which there is one at least."""
+    """Write a log whose lines have the times of the records; there must be at least one record."""
     records = iter(records)
     now_s, event = next(records)
 
@@ -231,13 +234,13 @@ def _write(path: Path, records: Iterable[tuple[float, Event]]) -> None:
 def _records(
     recorded: Recorded, first_events: Iterable[Event], names: Mapping[str, str]
 ) -> Iterator[tuple[float, Event]]:
-    """Yield the records of the run, each with its time, which never goes back."""
+    """Yield the records of the run, each with its time; the times never decrease."""
     engine_name_of = {log_name: engine_name for engine_name, log_name in names.items()}
     last_step = 0
     times = [series.unix_s[0] for series in recorded.series.values() if series.unix_s]
     now_s = min(times, default=recorded.begin_unix_s)
     yield from ((now_s, event) for event in first_events)
-    # A value that was logged long after its step must not delay later steps.
+    # A value that was logged long after its step must not move later steps to its time.
     waiting: list[tuple[float, Event]] = []
     for step, points in by_step(recorded.series):
         last_step = step
@@ -266,8 +269,8 @@ def _plausible_s(seconds: float | None) -> float:
 def _events(
     step: int, points: Iterable[Point], engine_name_of: Mapping[str, str]
 ) -> tuple[float, StepDone | None, list[tuple[float, Event]]]:
-    """Return the time and the record of a step, None where it has no value of the engine's; and its other records, each
-    with its time."""
+    """Return the time and the record of a step (None if none of its values has an engine name), and its other
+    records, each with its time."""
     values: dict[str, Any] = {}
     logged: dict[str, float | None] = {}
     evals: list[tuple[float, Event]] = []
@@ -302,11 +305,14 @@ def _end(recorded: Recorded, last_step: int) -> RunFinished:
         return RunFinished(state="failed", reason=reason, exit_code=1, step=last_step)
     code = recorded.exit_code
     if code is None:
-        reason = "how it ended is not in its files"
+        reason = "its files do not record how it ended"
         return RunFinished(state=STATE, reason=reason, exit_code=0, step=last_step)
     state = "failed" if code else "completed"
     return RunFinished(
-        state=state, reason=f"exit code {code}, as its files say", exit_code=code, step=last_step
+        state=state,
+        reason=f"exit code {code}, according to its files",
+        exit_code=code,
+        step=last_step,
     )
 
 

@@ -1,5 +1,5 @@
-"""The one table of kinds of logs: how each is recognised and read. `engine import` writes what is read here as a run
-folder, and `engine diagnose` judges it."""
+"""The table of kinds of logs: how each is recognised and read. `engine import` makes a run folder of a log that is
+read here, and `engine diagnose` judges it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from engine.interchange.text_log import read_text_log
 from engine.log.folder import is_run
 
 Reader: TypeAlias = Callable[[Recorded, Mapping[str, str]], None]
-"""Function that reads the files at the path of a `Recorded` into it; raises BadInput."""
+"""Function that reads the files at a `Recorded`'s path into the `Recorded`; raises BadInput."""
 
 
 class Kind(NamedTuple):
     source: str
-    """Name in `engine import`."""
+    """Name of the kind in `engine import`."""
     endings: tuple[str, ...]
-    """Endings of the names of its files, in lower case."""
+    """Suffixes of the names of its files, in lower case."""
     read: Reader
 
 
@@ -41,11 +41,11 @@ class Log(NamedTuple):
 
     path: Path
     source: str
-    """Source of its kind, or `run` for a run folder."""
+    """Name of the log's kind, or `run` for a run folder."""
     read: Reader | None
     """None for a run folder."""
     part: str = ""
-    """Its name in a file of several."""
+    """Name of the log in a file that has several."""
 
     @property
     def name(self) -> str:
@@ -81,7 +81,8 @@ _FILES_MOST = 100_000
 
 
 def find_logs(path: Path) -> list[Log]:
-    """Return the logs at a path: those of a file, or all below a folder. Raises BadInput for too many files."""
+    """Return the logs at a path: the logs in a file, or all logs below a folder. Raises BadInput for too many
+    files."""
     if is_run(path):
         return [Log(path, "run", None)]
     return list(_below(path)) if path.is_dir() else _of_file(path, is_named=True)
@@ -98,7 +99,7 @@ def _of_file(path: Path, *, is_named: bool = False) -> list[Log]:
         return [Log(path, kind.source, kind.read)]
     try:
         return [Log(path, "mlflow", bind(_of_run, run), name) for run, name in mlflow_runs(path)]
-    except BadInput:  # raised again when it is read
+    except BadInput:  # the error is raised again when the log is read
         return [Log(path, "mlflow", _read_mlflow)]
 
 
@@ -119,8 +120,8 @@ def _below(folder: Path) -> Iterator[Log]:
             yield Log(place, "mlflow", read_mlflow)
             continue
         if any(file.endswith(".wandb") for file in files):
-            folders.clear()  # W&B's own log, and the libraries that were installed
-        # The newest checkpoint of a trainer has the log of all earlier ones.
+            folders.clear()  # W&B's debug log, and its list of installed libraries
+        # A trainer's newest checkpoint has the log of all steps up to it.
         checkpoints = sorted(
             (name for name in folders if name.startswith("checkpoint-")), key=_number
         )

@@ -13,7 +13,7 @@ from engine.log.events import Count, StepDone
 from engine.log.table import STEP_FIELDS
 
 HELD_OUT = {"held_out": "student", "held_out/teacher": "teacher", "held_out/untrained": "untrained"}
-"""Names of held-out losses, each with the model that it is of."""
+"""Names of held-out losses, each with the model whose loss it is."""
 COUNTS = frozenset(
     field.name for field in msgspec.structs.fields(StepDone) if field.type == Count | None
 )
@@ -39,12 +39,13 @@ kd          kd_loss distill_loss distillation_loss train_kd_loss loss_kd
 NAMES: dict[str, list[str]] = {}
 for _engine_name, *_log_names in map(str.split, _TABLE.strip().splitlines()):
     NAMES.setdefault(_engine_name, []).extend(_log_names)
-"""In lower case, with `_` for every other sign; the engine's names need no row. Tokens are those of one step: names of
-running sums are not here."""
+"""Other tools' names of each value, in lower case, with `_` for every character other than a letter or digit; the
+engine's names are not listed. Tokens are those of one step: names of running sums are left out."""
 TIMES = frozenset({"step_s", "data_s"})
-"""Values whose names may have a word before them: `perf/step_time`, `profile/data_time`."""
+"""Values whose names may have a prefix: `perf/step_time`, `profile/data_time`."""
 STEP = ("global_step", "train_global_step", "trainer_global_step", "step", "iteration", "iter")
-"""Names of a column with the step, by priority. W&B's `_step` counts calls, so a step of the script has priority."""
+"""Names of a column with the step, by priority. W&B's `_step` counts calls of `log`, so a step that the script logs
+has priority."""
 TIME = ("unix_s", "wall_time", "timestamp")
 """Names of a column with unix seconds."""
 ENGINE_NAMES = (*OF_STEP, *HELD_OUT)
@@ -54,13 +55,14 @@ _SHOWN = 12
 
 
 def plain(name: str) -> str:
-    """Return a name as the table has it: `Loss/train` is `loss_train`."""
+    """Return a name in the form of the table: `loss_train` for `Loss/train`."""
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
 def find(candidates: Iterable[str], names: Iterable[str]) -> str | None:
-    """Return the name that equals the first of `candidates` to be among `names`, by its plain form; None if none is."""
-    # Of names that are spelt alike, the shortest: `step`, not `_step`.
+    """Return the name among `names` whose plain form equals the first possible of `candidates`; None if there is
+    none."""
+    # Of several names with the same plain form, take the shortest: `step`, not `_step`.
     by_plain_name = {plain(name): name for name in sorted(names, key=len, reverse=True)}
     return next(
         (by_plain_name[candidate] for candidate in candidates if candidate in by_plain_name), None
@@ -68,8 +70,8 @@ def find(candidates: Iterable[str], names: Iterable[str]) -> str | None:
 
 
 def engine_names(series: Mapping[str, Series], given: Mapping[str, str]) -> dict[str, str]:
-    """Return for each of ENGINE_NAMES the name of the series that has its values: the one that `--map` gives, else the
-    one of the table with most values. Raises BadInput for a given name that no series has."""
+    """Return for each of ENGINE_NAMES the name of the series with its values: the name given by `--map`, else the
+    name in the table with the most values. Raises BadInput for a given name that no series has."""
     for engine_name, log_name in given.items():
         if engine_name in ENGINE_NAMES and log_name not in series:
             shown = ", ".join([*sorted(series)[:_SHOWN], *["..."] * (len(series) > _SHOWN)])
@@ -99,7 +101,8 @@ def engine_names(series: Mapping[str, Series], given: Mapping[str, str]) -> dict
 
 
 def _table_name(name: str, among: Sequence[str], after_a_word: bool) -> str:
-    """Return which of `among` equals the plain form of `name`, or that without its first word; empty if none does."""
+    """Return the entry of `among` that equals the plain form of `name`, or that form without its first word; empty if
+    none does."""
     plain_name = plain(name)
     shorter = plain_name.partition("_")[2] if after_a_word else ""
     return next((candidate for candidate in (plain_name, shorter) if candidate in among), "")

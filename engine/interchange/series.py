@@ -1,7 +1,7 @@
-"""The values of a run by name, each over its steps: import and export both use it.
+"""Store the values of a run by name and step, for import and export.
 
-A step that is not above the one before is a restart: the values from that step on are replaced, as in a view
-of a resumed run, so that the steps of a series always increase.
+A step that is not above the preceding step is a restart: it replaces the values from that step on, as in the view of
+a resumed run, so that the steps of a series always increase.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Point(NamedTuple):
     unix_s: float
     name: str
     value: float
-    """May be NaN or infinite; an absent value has no point."""
+    """The value, which may be NaN or infinite; an absent value has no point."""
 
 
 @dataclass(slots=True)
@@ -33,13 +33,13 @@ class Series:
     unix_s: array[float] = field(default_factory=lambda: array("d"))
     values: array[float] = field(default_factory=lambda: array("d"))
     replaced: int = 0
-    """Number of values that a restart has replaced."""
+    """Number of values that restarts have replaced."""
     seen: int = 0
     every: int = 1
-    """One of this many values is kept; more than 1 where `add` has thinned them out."""
+    """Number of values of which one is kept: 1, or more after `add` has thinned them out."""
 
     def add(self, step: int, unix_s: float, value: float, limit: int | None = None) -> None:
-        """Add a value. At each `limit` values, every second one is dropped, except NaN and infinities."""
+        """Add a value. When `limit` values are kept, every second one is dropped, except NaN and infinities."""
         self.seen += 1
         if self.seen % self.every and math.isfinite(value):
             return

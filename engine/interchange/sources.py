@@ -1,8 +1,8 @@
-"""Read what other tools have logged of one run: TensorBoard's event files, an offline run of W&B, a run of MLflow, the
-state of a Transformers trainer, a table.
+"""Read another tool's log of one run: TensorBoard's event files, an offline run of W&B, a run of MLflow, the state of
+a Transformers trainer, or a table.
 
-A broken file is refused with the place of the fault, or, with `--partial`, read up to there. Everything is read before
-a run folder is made.
+A broken file is refused with the position of the fault; with `--partial` it is read up to the fault. Everything is
+read before a run folder is made.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SHOWN = 40
 
 
 class NotALog(BadInput):
-    """A file in which no run has logged anything."""
+    """A file without any logged value."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,29 +44,29 @@ class Recorded:
     path: Path
     name: str = ""
     partial: bool = False
-    """Whether a broken file is read up to its fault."""
+    """Whether to read a broken file up to its fault."""
     files: list[tuple[str, int, str]] = field(default_factory=list)
-    """Path, bytes and SHA-256."""
+    """Path, size in bytes and SHA-256 of each file."""
     series: dict[str, Series] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     arguments: list[str] = field(default_factory=list)
     folder: str | None = None
     commit: str | None = None
     exit_code: int | None = None
-    """None where it is not known how the run ended."""
+    """Exit code of the run; None if it is not known how the run ended."""
     is_timed: bool = True
     left_out: dict[str, str] = field(default_factory=dict)
-    """Names that have no numbers, and what they have."""
+    """Names whose values are not numbers, each with the kind of its values."""
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """Notes on how the files were read."""
     crash: str | None = None
-    """Text of the exception or signal that ended the run, from a text log; None if it has none."""
+    """Text of the exception or signal that ended the run, from a text log; None if the log has none."""
     most: int | None = None
-    """Most values of a name that are kept; None for all."""
+    """Maximum number of values kept of each name; None for all."""
     count: int = 0
     begin_unix_s: float = 0.0
-    """Time of the files, for values that have none."""
+    """Modification time of the files in unix seconds, for values without a time."""
 
     def __post_init__(self) -> None:
         self.name = self.name or self.path.stem
@@ -74,7 +74,7 @@ class Recorded:
             self.begin_unix_s = max(0.0, self.path.stat().st_mtime)
 
     def take_file(self, path: Path, what: str) -> None:
-        """Note a file with its hash. Raises BadInput for one that is empty or too large."""
+        """Record a file with its hash. Raises BadInput if it is empty or too large."""
         with open_regular(path, what) as file:
             size = os.fstat(file.fileno()).st_size
             if not size or size > limits.IMPORT_FILE.most:
@@ -83,7 +83,7 @@ class Recorded:
             self.files.append((str(path), size, hashlib.file_digest(file, "sha256").hexdigest()))
 
     def add(self, name: str, step: int, unix_s: float, value: float, where: object) -> None:
-        """Add a value. Raises BadInput for a step or a time that no log can hold, and for too many values."""
+        """Add a value. Raises BadInput for a step or a time out of range, and for too many values."""
         if not 0 <= step <= limits.LOG_COUNT.most:
             raise BadInput.expected(
                 "step", where, f"0 to {limits.LOG_COUNT.most:,}", f"{step:.6g} of {name}"
@@ -143,7 +143,8 @@ def read_tensorboard(recorded: Recorded, columns: Mapping[str, str]) -> None:
                 _take_event(recorded, event, prefix, scalars, f"{file} record {number + 1}")
             except errors.OutOfRangeError:
                 break
-            # OverflowError and MemoryError come from an impossible length, _NO_NUMBER from a tensor without a number.
+            # An impossible length raises OverflowError or MemoryError; a tensor without a number raises one of
+            # _NO_NUMBER.
             except (errors.OpError, DecodeError, OverflowError, MemoryError, *_NO_NUMBER) as error:
                 found = "a record of another format"
                 if isinstance(error, errors.OpError):
@@ -165,7 +166,7 @@ def _event_files(path: Path) -> tuple[Path, list[Path]]:
         raise BadInput.expected(_EVENTS, path, "files named *tfevents* in the folder", found)
     if len(files) > limits.IMPORT_FILES.most:
         raise BadInput.expected(_EVENTS, path, str(limits.IMPORT_FILES), f"{len(files):,}")
-    # Sibling folders are separate runs, unless their names are those that one run writes.
+    # Sibling folders are separate runs, unless one run writes folders with these names.
     root = Path(os.path.commonpath([file.parent for file in files]))
     folders = sorted({file.parent.relative_to(root) for file in files})
     tops = {folder.parts[0] if folder.parts else "" for folder in folders}
@@ -251,14 +252,14 @@ def read_wandb(recorded: Recorded, columns: Mapping[str, str]) -> None:
         recorded.broken(
             _RUN, f"{file} record {number + 1}", "a whole record of W&B", str(error)[:80]
         )
-    # The step is a column that the script logs in every row; otherwise it is `_step`, W&B's count of calls.
+    # The step is a column that the script logs in every row, or else `_step`, W&B's count of `log` calls.
     shared = [name for name in (rows[0] if rows else ()) if all(name in row for row in rows)]
     _take_rows(recorded, enumerate(rows, 1), columns, shared)
     recorded.series.pop("_step", None)
 
 
 class _Broken(ValueError):
-    """The frames of a file are not whole."""
+    """A frame of a file is not complete."""
 
 
 def _run_file(path: Path) -> Path:
@@ -273,8 +274,8 @@ def _run_file(path: Path) -> Path:
 
 
 def _records(path: Path) -> Iterator[bytes]:
-    """Yield the records of a log in LevelDB's format, in blocks of 32 KiB. wandb 0.31 reads it in Go alone, so its
-    frames are read here. Raises _Broken."""
+    """Yield the records of a log in LevelDB's format, in blocks of 32 KiB. wandb 0.31 can read the format only in its
+    Go code, so the frames are parsed here. Raises _Broken."""
     with open_regular(path, _RUN) as file:
         if (magic := file.read(len(_MAGIC))) != _MAGIC:
             raise _Broken(f"{magic!r} at its beginning")
@@ -334,7 +335,7 @@ def _take_environment(recorded: Recorded, about: Any) -> None:
 
 _MLFLOW = "MLflow run"
 _STATUS = {"3": 0, "4": 1, "5": 1, "FINISHED": 0, "FAILED": 1, "KILLED": 1}
-"""Exit codes by the status of a run: a number in `meta.yaml`, a word in a database."""
+"""Exit codes by the status of a run, which is a number in `meta.yaml` and a word in a database."""
 _LARGEST = 1.7976931348623157e308
 """Value by which MLflow's database represents infinity."""
 
@@ -434,8 +435,8 @@ def read_trainer_state(recorded: Recorded, columns: Mapping[str, str]) -> None:
 _TABLE = "table"
 _EMPTY = ("", "null", "none", "na", "n/a")
 Row: TypeAlias = tuple[int, dict[str, Any]]
-"""The number of a line, and its cells by the names of their columns."""
-_TORN = "the last line is cut off and was left out: its writer was killed, or is still writing"
+"""A row: the number of its line, and its cells by column name."""
+_TORN = "the last line is incomplete and was left out: its writer was killed, or is still writing"
 
 
 def read_table(recorded: Recorded, columns: Mapping[str, str]) -> None:
@@ -463,7 +464,7 @@ def _csv_rows(recorded: Recorded) -> Iterator[Row]:
             )
             header = next(csv.reader([first_line], delimiter=separator, strict=True), [])
             if header and not header[0]:
-                header[0] = "index"  # of pandas
+                header[0] = "index"  # the index column of pandas
             if len(header) != len(set(header)) or not all(header):
                 recorded.broken(
                     _TABLE,
@@ -543,7 +544,7 @@ def _take_rows(
             else the number of the row
     time    the column in `given`, else one of TIME, else the modification time of the file
 
-    `names`: columns that may hold step and time, by default those of the first row.
+    `names`: columns that may hold step and time; by default, all columns of the first row.
     """
     path, file_unix_s = recorded.path, recorded.path.stat().st_mtime
     step_name = time_name = None
@@ -623,6 +624,6 @@ def _unix_s(value: object) -> float | None:
 
 
 def missing(package: str, purpose: str, extra: str = "import") -> BadInput:
-    """Return the error of a package that is not installed."""
+    """Return the error to raise if a package is not installed."""
     hint = install_extra(extra)
     return BadInput.expected("library", package, purpose, "that it is not installed", hint=hint)

@@ -1,15 +1,15 @@
-"""Read a text log line by line, with bounded memory: what a training prints, progress bars included.
+"""Read a text log, the printed output of a training with its progress bars, line by line with bounded memory.
 
     iter 10: loss 2.1, time 5.12ms                        nanoGPT
     {'loss': 0.5, 'learning_rate': 5e-05, 'epoch': 0.1}   Transformers, TRL, axolotl
     Epoch 0: 10%|# | 10/100 [..., train_loss=0.5]         Lightning, tqdm
     Step 1 | loss:1.2 lr:2e-05                            torchtune
     step:  1  loss:  8.1  grad_norm:  1.2                 torchtitan
-    --> STEP: 5/90 -- GLOBAL_STEP: 5                      Coqui: values of this step follow, a line each
+    --> STEP: 5/90 -- GLOBAL_STEP: 5                      Coqui: the step's values follow, one on each line
          | > loss: 0.5  (0.5)
 
-A line has values if it has a loss, or a step and a value. Every other line is counted, and none is guessed. Where lines
-have no step, the steps are those of the progress bar drawn after each, or else the lines are counted.
+A line has values if it has a loss, or a step and a value. The number of all other lines is reported. If lines have no
+step, the step is that of the progress bar drawn after each line; without such bars, the lines are numbered.
 """
 
 from __future__ import annotations
@@ -65,24 +65,26 @@ _HELD_OUT = re.compile(
     r"\b(?:val|valid|validate|validation|validating|eval|evaluation|test)\b", re.IGNORECASE
 )
 _SUMMARY = "train_runtime"
-"""In the last dictionary of Transformers, whose train_loss is the mean of all steps."""
+"""Key of the last dictionary that Transformers prints, whose train_loss is the mean over all steps."""
 _HINTS = ("loss", "step", "iter", "itr", "batch", "update", "it=", "it:", "it ")
-"""One of these is in every line with values."""
+"""Strings of which every line with values has at least one."""
 _PREFIX, _LONGER = 4, 8
-"""Number of equal characters at the beginning of two similar lines, and the largest difference of their lengths."""
+"""Number of equal first characters of two similar lines, and maximum difference of their lengths."""
 _ODD = ("nan", "NaN", "NAN", "inf", "Inf", "val", "rror")
-"""Signs of a line that is parsed in any case."""
+"""Strings that mark a line as one to parse even if it is similar to the line before."""
 _CHUNK, _AGAIN = 1 << 20, "\0"
-"""Characters read at once; end of a part of a line that the next part overwrites on a screen."""
+"""Number of characters read at once, and the mark that replaces a carriage return: the text after it overwrites the
+text before it on a screen."""
 _NAMES_MOST = 1000
 _BARS_MOST = 1 << 20
 _SHOWN = 80
 _WENT_ON = 2
-"""Most lines with values after a crash: the other ranks may print a last one. With more, the exception was caught."""
+"""Maximum number of lines with values after a crash: the other ranks may print a last line. If there are more, the
+exception was caught."""
 
 
 def read_text_log(recorded: Recorded, given: Mapping[str, str]) -> None:
-    """Read a text log. Raises BadInput for what is no text, and for a text without a value or a crash."""
+    """Read a text log. Raises BadInput for a file that is not text, and for a text without a value or a crash."""
     path = recorded.path
     recorded.take_file(path, _LOG)
     with open_regular(path, _LOG) as raw:
@@ -97,12 +99,12 @@ def read_text_log(recorded: Recorded, given: Mapping[str, str]) -> None:
 
 
 def read_lines(recorded: Recorded, file: TextIO) -> None:
-    """Read a stream of text. Raises BadInput where it has neither a value nor a crash."""
+    """Read a stream of text. Raises BadInput if it has neither a value nor a crash."""
     lines, unfinished = _LineReader(recorded), ""
     while chunk := file.read(_CHUNK):
         if chunk.endswith("\r"):
             chunk += file.read(1)
-        if "\r" in chunk:  # a progress bar is redrawn in its line
+        if "\r" in chunk:  # a progress bar is redrawn on the same line
             chunk = chunk.replace("\r\n", "\n").replace("\r", f"{_AGAIN}\n")
         text = unfinished + chunk
         new_lines = text.split("\n")
@@ -112,7 +114,8 @@ def read_lines(recorded: Recorded, file: TextIO) -> None:
             unfinished = ""
         may_be_odd = any(sign in text for sign in _ODD)
         for line in new_lines:
-            # A line whose values would be thinned out is not parsed if it looks like the line before and has no NaN.
+            # A line whose values would be thinned out is not parsed if it is similar to the line before and has no
+            # NaN.
             if (
                 lines.skip
                 and line[:_PREFIX] == lines.shape
@@ -146,16 +149,16 @@ class _LineReader:
         """The newest step, counted over all epochs."""
         self.offset, self.epoch, self.total = 0, 0, 0
         self.counted = False
-        """Whether the lines have no step of their own."""
+        """Whether the lines have no step, so that they are numbered."""
         self.is_stepped = False
         self.waits_for_bar = False
         self.bar_steps: array[int] = array("q")
-        """The step of the progress bar after each line that has none."""
+        """The step of the progress bar after each line without a step."""
         self.unix_s: float | None = None
         self.names: dict[str, tuple[str | None, str]] = {}
-        """Name of each value by the words before it; None where they name none."""
+        """Name of each value by the words before it; None if the words are not a name."""
         self.crash: tuple[int, int, str] | None = None
-        """Place in CRASHES, line and words."""
+        """Index in CRASHES, line number and text of the crash."""
         self.exception = ""
         self.traced_at = 0
         self.since_crash = 0
@@ -224,7 +227,7 @@ class _LineReader:
             self.exception, self.traced_at = f"{exception[1]}{exception[2]} (line {number:,})", 0
 
     def take_values(self, text: str, number: int, bar: re.Match[str] | None) -> bool:
-        """Take the values of a line; returns whether it has any."""
+        """Take the values of a line; return whether it has any."""
         values: dict[str, float] = {}
         step = position_total = epoch = None
         has_loss = is_train = False
@@ -265,7 +268,8 @@ class _LineReader:
         return True
 
     def take_coqui(self, pair: re.Match[str], number: int) -> None:
-        """Take the value of a line of a block, at the step above it; means of an evaluation are held-out."""
+        """Take the value of a line in a Coqui block, for the step in the block's first line; the means of an
+        evaluation are held-out values."""
         name = f"val_{pair[2]}" if pair[1] else pair[2]
         self.with_values += 1
         self.first = self.first or f"line {number:,}: {pair[0][:_SHOWN]!r}"
@@ -280,7 +284,7 @@ class _LineReader:
                 ).timestamp()
 
     def record(self, values: Mapping[str, float], step: int, number: int) -> None:
-        """Record the values of a line at a step."""
+        """Record the values of a line for a step."""
         unix_s = self.recorded.begin_unix_s if self.unix_s is None else self.unix_s
         where, every = _Line(self.recorded.path, number), 1 << 30
         for name, value in values.items():
@@ -296,14 +300,15 @@ class _LineReader:
         self.skip, self.last_names = every - 1, tuple(values)
 
     def find_name(self, name: str, key: str) -> tuple[str | None, str]:
-        """Return the name and the kind of a value: the words before it, if a sign follows them or they are known."""
+        """Return the name and the kind of a value. The name is the words before the value, if they are followed by a
+        separator or are in the table of names."""
         words = name.split(" ")
         while len(words) > 1 and (words[0].isupper() or words[0].lower() in _NO_PART):
             del words[0]
         joined, last_word = plain(" ".join(words)), plain(words[-1])
         kind = _ENGINE_NAMES.get(joined, "")
         kind = "held_out" if kind in HELD_OUT else kind
-        # Only whole names count: `data time` is no time of a step, and `kl loss` is not the loss.
+        # Only complete names match: `data time` is not the step time, and `kl loss` is not the loss.
         if last_word in _STEPS:
             kind = "step"
         elif joined in _STEP_TIMES:
@@ -318,7 +323,7 @@ class _LineReader:
     def next_step(
         self, step: int | None, total: str | None, epoch: int | None, is_train: bool
     ) -> int:
-        """Return the step of a line, counted on over epochs."""
+        """Return the step of a line, counted across epochs."""
         if step is None and epoch is not None and not self.is_stepped and not self.counted:
             step = epoch
         elif step is None:
@@ -352,13 +357,13 @@ class _LineReader:
         if not self.with_values and not recorded.crash:
             found = f"{self.number - 1:,} lines without one"
             raise NotALog.expected(_LOG, recorded.path, "a line with a loss, or a crash", found)
-        step_source = "as the lines have them"
+        step_source = "from the lines"
         if self.counted:
-            step_source = "the lines have none and are counted"
+            step_source = "numbers of the lines with values, which have no steps"
             steps = self.bar_steps
             rising = all(a < b for a, b in pairwise(steps))
             if steps and len(steps) == self.step and rising:
-                step_source = "of the progress bar after each line"
+                step_source = "from the progress bar after each line"
                 for series in recorded.series.values():
                     series.steps = array("q", [steps[count - 1] for count in series.steps])
         counts = [
@@ -383,6 +388,6 @@ class _LineReader:
         else:
             return
         if self.since_crash > _WENT_ON:
-            self.recorded.warnings.append(f"{sentence}; it went on")
+            self.recorded.warnings.append(f"{sentence}; the script continued")
         else:
             self.recorded.crash = sentence

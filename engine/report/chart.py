@@ -1,14 +1,14 @@
-"""Line charts as SVG, for reports, closed notebooks and findings: those of `engine.log.figures` for a run, the pairs of
-a flip with the margin, and a metric over the window that evidence refers to.
+"""Draw line charts as SVG, for reports, notebooks without a kernel and findings: the charts of `engine.log.figures`
+for a run, the pairs of a flip with the margin, and a metric over the window that evidence refers to.
 
-A chart holds rectangles, lines and text, and no script, font or separate file. So a page with it opens
-offline, in Markdown too, and a figure takes some KiB. Lines are solid and have their names at their ends; dashes
-are levels. A non-finite value breaks the line and is marked with a cross at the top, because a chart that draws
-over a NaN hides what matters most. An absent value has no row, or breaks the line if its row holds None. A column
-that was never logged has no line, and a figure without any line says so. A chart is dark where its page is: inline it
-takes the color-scheme of the page, JupyterLab's theme included, and as an image that of the img element. What
-knows no light-dark() draws the light one. The same rows give the same bytes.
-Very many rows are downsampled (`engine.log.downsample`). Not covered: logarithmic axes.
+A chart holds rectangles, lines and text, and no script, font or separate file. So a page with charts opens offline,
+as does Markdown, and a figure takes some KiB. Solid lines are series, with their names at their ends; dashed lines
+are levels. A non-finite value breaks the line and is marked with a cross at the top, because a line drawn across a
+NaN would hide it. An absent value has no row, or breaks the line if its row holds None. A column that was never
+logged has no line, and a figure without any line has the text "nothing was measured". A chart is dark on a dark page:
+an inline chart takes the color-scheme of the page (or JupyterLab's theme), an image that of the img element; a viewer
+without light-dark() draws the light chart. The same rows give the same bytes. Very many rows are downsampled
+(`engine.log.downsample`). Not covered: logarithmic axes.
 """
 
 from __future__ import annotations
@@ -32,29 +32,32 @@ from engine.units import format_bytes
 
 WIDTH, HEIGHT = 620, 190
 LIMIT = 300
-"""Number of intervals that a drawn series is cut into; each gives two or three rows."""
+"""Number of intervals into which a drawn series is divided; each gives two or three rows."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 74, 106, 24, 22
 _LETTER, _ROW = 7, 12
-"""Width and height of a letter with some margin, because the font depends on the viewer."""
+"""Assumed width and height of a letter, with some margin because the font depends on the viewer."""
 _NAMED = 12
 """Maximum length of a name at the end of its line, in letters."""
 _SWATCH = 8
-"""Width of the piece of line before a name: the colours of lines are too weak for text, which is in ink."""
+"""Width of the colour sample before a name; the name is in the text colour, because the colours of lines are too weak
+for text."""
 PAGE_ROWS = 20_000
-"""Number of intervals of all series of a page together, which keeps a page with many GPUs below 5 MB."""
+"""Maximum number of intervals of all series of a page together, which keeps a page with many GPUs below 5 MB."""
 MARKS = 200
-"""Maximum number of alerts and compiles of a chart in a browser: the newest."""
+"""Maximum number of alerts and compiles, the newest, in a chart in a browser."""
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#C46A9C", "#B58900", "#3D97CC")
-"""Colours of lines: those of Okabe and Ito, with 3:1 to light and to dark ground (`workbench.plot.series`)."""
+"""Colours of lines: those of Okabe and Ito, with a contrast of 3:1 to light and dark backgrounds
+(`workbench.plot.series`)."""
 FAINT = "#888888"
-"""Colour of ticks, frame and levels, with 3:1 to both grounds."""
+"""Colour of ticks, frame and levels, with a contrast of 3:1 to both backgrounds."""
 PAINTS = {
     "ground": ("#ffffff", "#111111"),
     "ink": ("#333333", "#dddddd"),
     "odd": ("#c00000", "#ff6b6b"),
 }
-"""Colours on a light and on a dark page; text has 4.5:1 to the ground. `odd` marks non-finite values."""
-# `svg:root` is a chart that is a document of its own; inline, the root is that of the page.
+"""Colours on a light and on a dark page; text has a contrast of 4.5:1 to the background. `odd` marks non-finite
+values."""
+# `svg:root` matches a chart that is a separate document; of an inline chart, the root is the page's.
 STYLE = (
     "svg:root{color-scheme:light dark}[data-jp-theme-light=false] .apr-chart{color-scheme:dark}"
     + "".join(
@@ -66,7 +69,7 @@ STYLE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """Named rows (x, y) with x never decreasing; `points` shows each, and `line` joins them."""
+    """Named rows (x, y) whose x never decreases. With `points` each row is marked, with `line` they are joined."""
 
     name: str
     rows: tuple[Row, ...]
@@ -78,7 +81,7 @@ class Series:
 
 
 def run_figures(view: RunView, *, limit: int = LIMIT) -> list[str]:
-    """Return the charts of a run as SVG, all over its steps; over seconds where it has none."""
+    """Return the charts of a run as SVG, over its steps, or over seconds if it has no steps."""
     steps, begin = view.steps, view.first_unix_s or 0.0
     by_step = len(steps) > 1
     whole = (steps.value("step", 0) or 0.0, steps.last("step") or 0.0) if by_step else None
@@ -116,7 +119,7 @@ def run_figures(view: RunView, *, limit: int = LIMIT) -> list[str]:
 
 
 def described(figure: Figure, begin_unix_s: float) -> dict[str, Any]:
-    """Return a chart as chart.js draws it: the names of its series, and its static parts."""
+    """Return a chart as chart.js expects it: the names of its series, and its static parts."""
     return {
         "id": figure.id,
         "title": figure.title,
@@ -132,7 +135,7 @@ def described(figure: Figure, begin_unix_s: float) -> dict[str, Any]:
 
 
 def series_key(figure: Figure, curve: Curve) -> str:
-    """Return the name of a series, which is unique in a page."""
+    """Return the key of a series, which is unique on a page."""
     return f"{figure.id}.{curve.name}"
 
 
@@ -162,8 +165,8 @@ def _rounded(y: float | None) -> float | None:
 
 
 def _apart(seconds: Iterable[float]) -> list[float]:
-    """Return seconds to the millisecond, each later than the one before: chart.js finds a row's step by its second, and
-    two steps may be logged in one instant."""
+    """Return times in seconds, rounded to milliseconds and strictly increasing: chart.js finds a row's step by its
+    time, and two steps may be logged at the same time."""
     distinct: list[float] = []
     for second in seconds:
         at = round(second, 3)
@@ -174,7 +177,7 @@ def _apart(seconds: Iterable[float]) -> list[float]:
 def compared_charts(
     names: Sequence[str], views: Sequence[RunView]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the charts of runs that are compared, a line for each run over its steps: for chart.js, and as SVG."""
+    """Return the charts of compared runs, with one line for each run over its steps: for chart.js, and as SVG."""
     charts, stills = [], []
     high = max((view.steps.last("step") or 0.0 for view in views), default=0.0)
     series: dict[str, list[list[float | None]]] = {"step": [[0.0, max(high, 1.0)]] * 2}
@@ -206,7 +209,7 @@ def compared_charts(
 
 
 def _rows_of(view: RunView, column: str) -> tuple[Row, ...]:
-    """Return the rows of a column over steps, or of the held-out loss where no column is named; none where it has no
+    """Return the rows of a column over steps; of the held-out loss if `column` is empty. Empty if there is no
     value."""
     if not column:
         return tuple(held_out(view))
@@ -217,7 +220,7 @@ def _rows_of(view: RunView, column: str) -> tuple[Row, ...]:
 
 
 def flip_figure(plan: Plan, pairs: Sequence[Pair]) -> str:
-    """Draw B over A of each comparable pair, between the edges of the margin."""
+    """Draw the ratio B / A of each comparable pair, with the limits of the margin as levels."""
     known = [(p.number, d) for p in pairs if (d := p.difference) is not None]
     rows = tuple((float(number), math.exp(d)) for number, d in known)
     ends = (0.5, max([p.number for p in pairs], default=1) + 0.5)
@@ -246,9 +249,9 @@ def line_chart(
 ) -> str:
     """Draw `series` over one x axis as SVG.
 
-    `unit` is `bytes`, `%` for an axis from 0 to 100, or a unit after the numbers of the y axis. `levels` are names
-    and y of dashed lines, `signs` x, a character and what it means; `ends` are those of the x axis, where they are
-    not those of the series.
+    `unit` is `bytes`, `%` for an axis from 0 to 100, or a unit written after the numbers of the y axis. `levels` are
+    the names and y of dashed lines; `signs` are x, a character and its meaning; `ends` are the ends of the x axis, by
+    default those of the series.
     """
     drawn = [curve for curve in series if curve.rows]
     values = [y for curve in drawn for _, y in curve.rows]
@@ -280,7 +283,7 @@ def line_chart(
             "\n".join([*parts, _text(_LEFT + 8, _TOP + 20, "nothing was measured"), "</svg>"])
             + "\n"
         )
-    # Round numbers of bytes are round in their own unit.
+    # Ticks of bytes are round numbers in the unit that is shown, such as GiB.
     scale = 1024.0 ** int(math.log(max(high, 1.0), 1024)) if unit == "bytes" else 1.0
     for tick in Axis(low / scale, high / scale, inner_h).ticks(4):
         y = y_of(tick.value * scale)
@@ -299,7 +302,7 @@ def line_chart(
     for name, y in levels:
         parts.append(_rule(_LEFT, y_of(y), _LEFT + inner_w, y_of(y), dash="6 4"))
         names.append((y_of(y), name, ""))
-    # As in chart.js, a line without rows keeps its colour: of runs compared, each has the same in all charts.
+    # As in chart.js, a series without rows keeps its colour, so that each compared run has one colour in all charts.
     for number, curve in enumerate(series):
         if not curve.rows:
             continue
@@ -326,7 +329,7 @@ def line_chart(
 def _signs(
     signs: Sequence[tuple[float, str, str]], x_of: Callable[[float], float]
 ) -> Iterator[str]:
-    """Yield what happened along the upper edge, where there is room; a pointer on it gets the words."""
+    """Yield the signs of events along the upper edge, if there is room; their meaning is the tooltip."""
     last = -math.inf
     for place, sign, words in sorted(signs):
         x = x_of(place)
@@ -336,13 +339,13 @@ def _signs(
 
 
 def _names(names: Sequence[tuple[float, str, str]]) -> Iterator[str]:
-    """Yield each name right of the end of its line, moved where another one is, after a piece of its colour; a level
-    has none."""
+    """Yield each name at the right end of its line, after a sample of the line's colour (a level has none); names
+    that would overlap are moved."""
     left, lowest = WIDTH - _RIGHT + 6, HEIGHT - _BOTTOM
     most = (lowest - _TOP) // _ROW
     placed = sorted(names, key=lambda name: name[0])
     if len(placed) > most:
-        # Names that do not fit are counted: those of eight GPUs would run out of the chart.
+        # The number of names that do not fit is shown: the names of eight GPUs would exceed the chart.
         placed = [*placed[: most - 1], (lowest, f"+{len(placed) - most + 1}", "")]
     places, taken = [], -math.inf
     for y, _, _ in placed:
@@ -370,7 +373,7 @@ def _line(places: Sequence[tuple[float, float]], colour: str) -> str:
 
 
 def _rule(x0: float, y0: float, x1: float, y1: float, *, dash: str = "") -> str:
-    """Draw a tick, or with `dash` a level."""
+    """Draw a tick or, with `dash`, a level."""
     dashed = f' stroke-dasharray="{dash}"' if dash else ""
     ends = f'x1="{x0:.1f}" y1="{y0:.1f}" x2="{x1:.1f}" y2="{y1:.1f}"'
     return f'<line {ends} stroke="{FAINT}"{dashed}/>'
@@ -393,7 +396,7 @@ def _number(value: float, unit: str) -> str:
 
 
 def _pieces(rows: Sequence[Row]) -> list[list[tuple[float, float]]]:
-    """Split rows into stretches with finite values."""
+    """Split rows at non-finite values into runs of rows with finite values."""
     pieces: list[list[tuple[float, float]]] = [[]]
     for x, y in rows:
         if y is not None and math.isfinite(y):

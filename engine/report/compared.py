@@ -1,5 +1,5 @@
-"""Runs side by side: the metrics that are compared, the end results and the settings that differ, for the screen, the
-notebook, a report and the live page."""
+"""Compare runs: their metrics, their results and the settings that differ, for the terminal, the notebook, a report
+and the live page."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Metric:
 
     @property
     def title(self) -> str:
-        """The name with the unit, for a figure whose numbers have none."""
+        """The name with the unit, for a chart whose numbers have no unit."""
         return f"{self.name}, {self.unit}" if self.unit else self.name
 
 
@@ -43,7 +43,7 @@ METRICS = (
     Metric("kd", "kd", unit="nats"),
     Metric("ce", "ce", unit="nats"),
 )
-"""Metrics in the order in which they are shown, the most common first."""
+"""Metrics in the order of the display, the most common first."""
 
 
 class Comparable(Protocol):
@@ -59,16 +59,16 @@ class Comparable(Protocol):
 
     @property
     def settings(self) -> Mapping[str, str]:
-        """Every effective setting; for `auto`, with the value it resolved to."""
+        """Every effective setting; for `auto`, the resolved value is added."""
 
     @property
     def total_tokens(self) -> float | None:
-        """Tokens of all steps; None where they are not known."""
+        """Tokens of all steps; None if not known."""
 
 
 def all_settings(run: RunFolder, view: RunView, command: WatchedCommand | None) -> dict[str, str]:
-    """Return every setting of a run as text, with what `auto` resolved to, and the weights, device and versions that
-    ran; of a watched script what is known of it."""
+    """Return every setting of a run as text, with the resolved values of `auto`, and the weights, device and versions
+    that it used; for a watched script, the facts that are known."""
     of_command = _command_settings(command, view) if command else {}
     return {**_effective_settings(run, view), **of_command}
 
@@ -88,7 +88,7 @@ def _effective_settings(run: RunFolder, view: RunView) -> dict[str, str]:
 
 
 def _command_settings(command: WatchedCommand, view: RunView) -> dict[str, str]:
-    """Return what is known of a watched script; its settings are unknown."""
+    """Return the known facts of a watched script, whose settings are unknown."""
     settings = {
         "command.line": command.line,
         "command.folder": command.folder,
@@ -117,13 +117,13 @@ class Difference:
 
 
 FIRST = ("train.lr", "loss.alpha", "loss.temperature", "train.rows", "train.steps")
-"""The settings that are changed most often, above all others."""
+"""Settings that are listed first, because they are changed most often."""
 OPTIONS = {option.key: option for option in options()}
 
 
 def _place(key: str) -> tuple[int, int]:
-    """Return the sort key of a setting among those that differ: numbers that change what is learnt, other numbers,
-    choices, then paths, texts and what is known from the log; within each by `FIRST`."""
+    """Return the sort key of a setting that differs: numbers that change what is learnt, other numbers, choices, then
+    paths, texts and facts from the log; within each group by `FIRST`."""
     option = OPTIONS.get(key)
     if option is None:
         kind = 3
@@ -135,8 +135,8 @@ def _place(key: str) -> tuple[int, int]:
 
 
 def differing(runs: Sequence[Comparable], text: Callable[[str], str] = str) -> list[Difference]:
-    """Return the settings that differ, numbers first, each value as `text` has it. A run whose settings cannot be read
-    is left out of the comparison."""
+    """Return the settings that differ, numbers first, with each value formatted by `text`. A run whose settings
+    cannot be read is left out of the comparison."""
     comparable = [index for index, run in enumerate(runs) if _is_known(run)]
     differences = []
     for key in dict.fromkeys(key for index in comparable for key in runs[index].settings):
@@ -150,12 +150,13 @@ def differing(runs: Sequence[Comparable], text: Callable[[str], str] = str) -> l
 
 
 def _is_known(run: Comparable) -> bool:
-    """Return whether its settings are recorded (`section.name`), not only the models and device from its log."""
+    """Return whether the run's settings are recorded (`section.name`), and not only the models and device in its
+    log."""
     return any("." in key for key in run.settings)
 
 
 def settings_note(runs: Sequence[Comparable], letters: Sequence[str]) -> str:
-    """Return the note below the settings that differ; empty where none is needed."""
+    """Return the note below the settings that differ; empty if none is needed."""
     unknown = [x for run, x in zip(runs, letters, strict=True) if not _is_known(run)]
     if unknown:
         return f"{', '.join(unknown)}: no settings on record, so not compared"

@@ -1,9 +1,9 @@
-"""A run, several runs compared, a flip or a finding as one HTML file, which is what `engine report` writes.
+"""Render a run, several compared runs, a flip or a finding as one HTML file, as `engine report` writes it.
 
-The file needs nothing else, so it opens offline and can be mailed. Its one script draws the charts of a run; without
-it, and in print, they are SVG. A policy in the page allows this script and these styles alone, by their hashes, and no
-request. Text from people and logs is escaped. The page depends on the folder alone: once a run has ended, the same
-folder gives the same bytes.
+The file is self-contained, so it opens offline and can be mailed. Its one script draws the charts of a run; without
+scripts, and in print, they are SVG. A Content-Security-Policy in the page allows only this script and these styles,
+by their hashes, and no requests. Text from users and logs is escaped. The page depends only on the folder: once a run
+has ended, the same folder gives the same bytes.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ from engine.watch.verdict_line import run_verdict_lines, verdict_of
 
 LETTERS = "ABCDEF"
 MOST_COMPARED = len(LETTERS)
-"""Maximum number of runs that are compared: charts have as many colours."""
+"""Maximum number of runs that are compared, which is the number of colours in charts."""
 OPEN_LINES = 12
-"""Maximum number of lines of samples that are shown unfolded."""
+"""Maximum number of lines of samples that are shown without folding them."""
 _HOME = re.compile(r"(?<![\w.~-])/(?:home/[^/\s\"'<>&]+|Users/[^/\s\"'<>&]+|root)(?![\w.-])")
-"""A home folder in a path: of Linux, of macOS, and of root."""
+"""Pattern of a home folder in a path, on Linux, on macOS, and of root."""
 
 
 def _file(name: str) -> str:
@@ -74,7 +74,7 @@ def _file(name: str) -> str:
 
 
 STYLE, SCRIPT = _file("page.css"), _file("chart.js") + _file("page.js")
-"""Style and script of every page, and of the pages that a server sends."""
+"""Style and script of every page of `engine report` and `engine serve`."""
 
 
 def _hash_of(text: str) -> str:
@@ -103,8 +103,8 @@ def report(*paths: Path, with_home: bool = False) -> str:
     """Return the HTML page of a run folder, a flip folder or a bundle, or of several runs compared; home folders are
     written as ~ unless `with_home`.
 
-    Raises BadInput for anything else, and RunLogError for a flip that cannot be read. When the log of a run
-    breaks off, the page says so.
+    Raises BadInput for any other path, and RunLogError for a flip that cannot be read. If the log of a run is broken,
+    the page shows the rest and the reason.
     """
     content = content_of(*paths)
     body = page_body(content)
@@ -112,8 +112,8 @@ def report(*paths: Path, with_home: bool = False) -> str:
 
 
 def content_of(path: Path, *others: Path, links: Sequence[str] = ()) -> Content:
-    """Return what the page of a run, a flip or a finding shows; of several runs, with `links` to their own pages, how
-    they compare. Raises as `report`."""
+    """Return the content of the page of a run, a flip or a finding, or of the comparison of several runs with `links`
+    to their pages. Raises the errors of `report`."""
     if others:
         return _compared_content([path, *others], links)
     if is_bundle(path):
@@ -143,13 +143,13 @@ def page_body(content: Content) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Read:
-    """A run as its logs have it."""
+    """A run, as read from its logs."""
 
     run: RunFolder
     view: RunView
     state: str
     status: str
-    """Its status in one line, and why its log breaks off."""
+    """The run's status in one line, and the reason why its log cannot be read further."""
     command: WatchedCommand | None
 
     @property
@@ -271,7 +271,7 @@ def _compared_content(paths: Sequence[Path], links: Sequence[str]) -> Content:
 
 
 def _gpus(view: RunView, *, whole_run: bool) -> Iterator[str]:
-    """Yield the table of GPUs: their newest readings, or those over the whole run."""
+    """Yield the table of GPUs with their newest readings, or with those over the whole run."""
     table = gpu_table(view, whole_run=whole_run)
     if not table.rows:
         return
@@ -297,7 +297,7 @@ def _gpu_cell(cell: Cell) -> str:
 
 
 def _receipt_of(run: RunFolder) -> dict[str, Any]:
-    """Return the receipt of a run; empty where there is none, or none that can be read."""
+    """Return the receipt of a run; empty if there is none, or if it cannot be read."""
     try:
         return run.read_receipt() or {}
     except RunLogError:
@@ -307,7 +307,7 @@ def _receipt_of(run: RunFolder) -> dict[str, Any]:
 def _identity(
     view: RunView, command: WatchedCommand | None, receipt: Mapping[str, Any]
 ) -> Iterator[tuple[str, str]]:
-    """Yield what ran: steps, time, models, device and versions, each where it is on record."""
+    """Yield the recorded facts of the run: steps, time, models, device and versions."""
     if len(view.steps):
         yield (
             "steps",
@@ -336,14 +336,14 @@ def _identity(
 
 
 def _samples(view: RunView) -> Iterator[str]:
-    """Yield what the models wrote, folded where it is long."""
+    """Yield the texts that the models wrote, folded if they are long."""
     if has_samples(view):
         samples = sample_lines(view)
         yield _folded("Samples of text", _lines(samples), is_open=len(samples) <= OPEN_LINES)
 
 
 def _checks(view: RunView) -> str:
-    """Return the checks: one line that unfolds, unfolded where one failed."""
+    """Return the checks, folded to one line unless a check has failed."""
     counts, *checks = check_lines(view)
     is_open = any(check.level == FAIL for check in view.checks.values()) or bool(
         error_lines(view.errors)
@@ -352,7 +352,7 @@ def _checks(view: RunView) -> str:
 
 
 def _settings(run: RunFolder, view: RunView) -> Iterator[str]:
-    """Yield the settings that are not at their default, then all of them and the decisions, folded."""
+    """Yield the settings that differ from their defaults, then all settings and the decisions, folded."""
     values = settings_of(run)
     chosen = {decision.knob: decision.choice for decision in view.decisions}
     defaults = {option.key: option.default for option in options()}
@@ -375,7 +375,7 @@ def _settings(run: RunFolder, view: RunView) -> Iterator[str]:
 
 
 def _files(run: RunFolder, view: RunView, receipt: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the files of the run and of what it read, by their hashes."""
+    """Yield the files of the run and of its inputs, with their hashes."""
     rows = [(f"{role}: {model.source}", "", model.sha256) for role, model in view.models.items()]
     if view.data is not None:
         rows += [
@@ -394,7 +394,7 @@ def _files(run: RunFolder, view: RunView, receipt: Mapping[str, Any]) -> Iterato
 
 
 def _command_line(run: RunFolder) -> str:
-    """Return the command that starts the run again with its settings."""
+    """Return the command that starts a new run with the same settings."""
     sets = effective_of(run).get("sets") or []
     return shlex.join(
         [

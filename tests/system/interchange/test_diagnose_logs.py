@@ -98,14 +98,16 @@ def test_steps_are_those_of_the_bar_or_are_said_to_be_counted(tmp_path: Path) ->
     tens = [point._replace(step=10 * point.step) for point in falling(50)]
     path = transformers_text(tens, tmp_path)
     assert (
-        "steps: of the progress bar after each line"
+        "steps: from the progress bar after each line"
         in engine_here("diagnose", path, "--series").stdout
     )
     path.write_text(
         "".join(line + "\n" for line in path.read_text().splitlines() if line.startswith("{"))
     )
     said = engine_here("diagnose", path, "--series").stdout
-    assert "the lines have none and are counted" in said and "steps 1 to 50" in said
+    assert (
+        "numbers of the lines with values, which have no steps" in said and "steps 1 to 50" in said
+    )
 
 
 def test_no_torch_is_loaded(tmp_path: Path) -> None:
@@ -193,7 +195,7 @@ def test_a_last_line_that_is_cut_off_is_left_out_and_mentioned(kind: str, tmp_pa
     path.write_bytes(whole[: whole.rfind(b"\n") + 8])
     code, found = diagnosed(path)
     assert code == 0 and "in 299 steps" in found["verdict"]["line"]
-    assert "the last line is cut off" in engine_here("diagnose", path, "--series").stdout
+    assert "the last line is incomplete" in engine_here("diagnose", path, "--series").stdout
     path.write_bytes(path.read_bytes() + b"\n" + whole[-30:])
     assert engine_here("diagnose", path).returncode == 65
 

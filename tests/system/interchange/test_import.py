@@ -220,7 +220,7 @@ def test_without_a_record_of_its_end_a_run_is_not_called_completed(
     assert view.finished is not None
     assert (view.finished.state, view.finished.reason) == (
         "imported",
-        "how it ended is not in its files",
+        "its files do not record how it ended",
     )
 
 
