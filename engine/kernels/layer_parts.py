@@ -123,8 +123,9 @@ def _gate(
     GELU: tl.constexpr,
 ):
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    row = tl.program_id(1).to(tl.int64)
-    d_D = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    # One axis for rows and columns: the others end at 65,535 programs.
+    row = (tl.program_id(0) // tl.cdiv(D, SIZE)).to(tl.int64)
+    d_D = tl.program_id(0) % tl.cdiv(D, SIZE) * SIZE + tl.arange(0, SIZE)
     there_D = d_D < D
     gate_D = tl.load(gate_ptr + row * IN + d_D, mask=there_D, other=0).to(tl.float32)
     up_D = tl.load(up_ptr + row * IN + d_D, mask=there_D, other=0).to(tl.float32)
@@ -149,9 +150,9 @@ def _gate_backward(
     GELU: tl.constexpr,
 ):
     DTYPE: tl.constexpr = dup_ptr.dtype.element_ty
-    d_D = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    d_D = tl.program_id(0) % tl.cdiv(D, SIZE) * SIZE + tl.arange(0, SIZE)
     there_D = d_D < D
-    at_D = tl.program_id(1).to(tl.int64) * D + d_D
+    at_D = (tl.program_id(0) // tl.cdiv(D, SIZE)).to(tl.int64) * D + d_D
     gate_D = tl.load(gate_ptr + at_D, mask=there_D, other=0).to(tl.float32)
     up_D = tl.load(up_ptr + at_D, mask=there_D, other=0).to(tl.float32)
     dout_D = tl.load(dout_ptr + at_D, mask=there_D, other=0).to(tl.float32)
@@ -297,7 +298,7 @@ def gate(gate_BD: Tensor, up_BD: Tensor, activation: str, out_BD: Tensor) -> Non
         SIZE=BLOCK,
         GELU=activation != "silu",
     )
-    launch(variant, (cdiv(columns, BLOCK), rows), gate_BD, up_BD, out_BD)
+    launch(variant, (rows * cdiv(columns, BLOCK),), gate_BD, up_BD, out_BD)
 
 
 def gate_backward(
@@ -316,7 +317,7 @@ def gate_backward(
         SIZE=BLOCK,
         GELU=activation != "silu",
     )
-    launch(variant, (cdiv(columns, BLOCK), rows), *pointers)
+    launch(variant, (rows * cdiv(columns, BLOCK),), *pointers)
     return found
 
 

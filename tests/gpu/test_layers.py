@@ -113,3 +113,18 @@ def test_gradients_of_a_student_are_no_farther_from_fp32_than_those_of_its_layer
         for arm in (torchs, kernels)
     ]
     assert 0 < far[1] <= 1.1 * far[0]
+
+
+def test_a_pass_may_have_more_tokens_than_an_axis_of_a_grid_has_programs() -> None:
+    from engine.kernels.layer_parts import gate, gate_backward
+
+    gate_BD, up_BD, dout_BD = torch.randn(3, 65_537, 8, device="cuda").bfloat16()
+    out_BD = torch.empty_like(up_BD)
+    gate(gate_BD, up_BD, "silu", out_BD)
+    wanted_BD = torch.nn.functional.silu(gate_BD) * up_BD
+    torch.testing.assert_close(out_BD, wanted_BD, rtol=2**-7, atol=1e-6)
+    dgate_BD, dup_BD = gate_backward(gate_BD, up_BD, dout_BD, "silu")
+    torch.testing.assert_close(
+        dup_BD, dout_BD * torch.nn.functional.silu(gate_BD), rtol=2**-7, atol=1e-6
+    )
+    assert bool(dgate_BD.isfinite().all()) and bool(dgate_BD[-1].any())
