@@ -2,5 +2,5 @@
 
 from engine import child
 
-# Before any module that a file of the user's could replace.
+# Before the import of any module that a user's file of the same name could replace.
 child.begin()

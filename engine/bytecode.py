@@ -1,8 +1,9 @@
-"""Where Python keeps the compiled modules of torch, without which each start compiles 2,000 of them again.
+"""Keep the bytecode of torch's modules, without which each start compiles 2,000 modules again.
 
-Images of containers often have none: they were installed with `--no-compile`, and PYTHONDONTWRITEBYTECODE or a folder
-that is not writable keeps Python from adding them. That costs a start 4 s for torch and 4 s for torch's compiler
-(H100 host). Our processes then keep them in the user's cache. What `engine watch` starts is not ours: it is left alone.
+Container images often have no bytecode: torch was installed with `--no-compile`, and PYTHONDONTWRITEBYTECODE or a
+folder that is not writable prevents Python from adding it. A start then takes 4 s longer for torch and 4 s for
+torch's compiler (H100 host). The engine's processes then keep the bytecode in the user's cache. The commands that
+`engine watch` starts are not changed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ PREFIX, DONT_WRITE = "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE"
 
 
 def keep_bytecode() -> None:
-    """Let this process keep compiled modules in the user's cache, if torch has none and Python would write none."""
+    """Let this process keep bytecode in the user's cache, if torch has none and Python would write none."""
     torch = importlib.util.find_spec("torch")
     if sys.pycache_prefix is not None or torch is None or torch.origin is None:
         return
@@ -30,7 +31,7 @@ def keep_bytecode() -> None:
 
 
 def with_bytecode(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment in which a process that is started finds compiled modules where this one keeps them."""
+    """Return the environment with which a new process uses the same bytecode folder as this one."""
     if sys.pycache_prefix is None or sys.dont_write_bytecode:
         return dict(environment)
     without = {name: value for name, value in environment.items() if name != DONT_WRITE}

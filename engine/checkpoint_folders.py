@@ -1,6 +1,6 @@
-"""The folders of a run's checkpoints: how they are named, which there are, and the room that one needs.
+"""Name and list the folders of a run's checkpoints, and define the disk space that a checkpoint needs.
 
-What is in them and how they are written is in `engine.train.checkpoint`.
+`engine.train.checkpoint` defines their content and writes them.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from pathlib import Path
 from engine.errors import CheckpointError
 
 PUBLISHED = re.compile(r"step-([0-9]{8})")
-"""The name of a checkpoint that is complete. One that is being written, deleted or set aside has another."""
+"""Pattern of the name of a complete checkpoint. A checkpoint that is being written, deleted or set aside has another
+name."""
 FREE_SPACE_FACTOR = 1.5
-"""A checkpoint is begun only where this times its size is free on the disk."""
+"""Free disk space that is required before a checkpoint is begun, as a multiple of its size."""
 
 
 def folder_name(step: int) -> str:

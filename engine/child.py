@@ -5,11 +5,11 @@ hides this package, and a `token.py` replaces the standard library's. The engine
 `-P`, and with PYTHONPATH renamed:
 
     command("engine.watch", RUN)    python -P -m engine.watch RUN
-    environment()                   the environment for it: PYTHONPATH is renamed
-    begin()                         in the child, before any other import: PYTHONPATH is back in the environment, for
-                                    the scripts of users that are started there, and its entries are the last of
-                                    `sys.path`: Python did not read them, so no `sitecustomize` in them has run
-    ours_first()                    the same order in a process that a user starts, as `engine` in a shell
+    environment()                   return the environment for that command: PYTHONPATH is renamed
+    begin()                         in the child, before any other import: set PYTHONPATH again, for users' scripts
+                                    that the child starts, and append its entries to `sys.path`. Python has not read
+                                    them at its start, so no `sitecustomize` in them has run
+    ours_first()                    set the same order in a process that a user starts, such as `engine` in a shell
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ import os
 import site
 import sys
 
-TYPE_CHECKING = False  # Python has imported the modules above before it reads any path, and none of `collections`.
+# Python imports the modules above before it reads any path; `collections` would be imported from `sys.path`.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 PYTHONPATH = "PYTHONPATH"
 ASIDE = "APR_WORKBENCH_PYTHONPATH"
-"""Environment variable of a child that holds the user's PYTHONPATH: `=` and its value; empty for none."""
+"""Environment variable of a child with the user's PYTHONPATH, as `=` and its value; empty if PYTHONPATH is not
+set."""
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 """The folder that this package is imported from."""
 TRACEBACKS = ("-X", "faulthandler", "-u")
@@ -51,7 +53,7 @@ def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def begin() -> None:
-    """Order what a process that was started in `environment()` imports; nothing happens in any other."""
+    """Set the import order in a process that was started in `environment()`; do nothing in any other process."""
     user_path = os.environ.pop(ASIDE, None)
     if user_path is None:
         return
@@ -62,7 +64,7 @@ def begin() -> None:
 
 
 def ours_first() -> None:
-    """Order what a process imports that a user has started: `python -m engine`, or a script of the package."""
+    """Set the import order in a process that a user has started: `python -m engine`, or a script of the package."""
     if not sys.flags.safe_path and sys.path[:1] in ([""], [_folder()]):
         # The folder of `python -m`, which the installed scripts do not have either.
         del sys.path[0]
@@ -70,7 +72,7 @@ def ours_first() -> None:
 
 
 def path() -> list[str]:
-    """Return `sys.path` of this process, which may be a user's, with the engine's folders first."""
+    """Return `sys.path` of this process, which may be a user's script, with the engine's folders first."""
     return _ordered(())
 
 
@@ -79,8 +81,9 @@ def _order(last: Iterable[str]) -> None:
 
 
 def _ordered(last: Iterable[str]) -> list[str]:
-    """Return the standard library, this package, what `site` has added, the entries that Python or a user has put in
-    front of the standard library, and the entries `last` of a PYTHONPATH."""
+    """Return the entries of `sys.path` in this order: the standard library, this package, the folders that `site` has
+    added, the entries that Python or a user has put before the standard library, and the entries `last` of a
+    PYTHONPATH."""
     is_stdlib = [entry == _STDLIB or os.path.basename(entry) in _STDLIB_NAMES for entry in sys.path]
     begin = is_stdlib.index(True) if any(is_stdlib) else 0
     stdlib = [entry for entry, is_one in zip(sys.path, is_stdlib, strict=True) if is_one]
@@ -99,7 +102,7 @@ def _is_in(folders: Iterable[str]) -> bool:
 
 
 def _absolute(entry: str) -> str:
-    """Return an entry of PYTHONPATH as Python makes it absolute: an empty one is the current folder."""
+    """Return an entry of PYTHONPATH as an absolute path, as Python does: an empty entry is the current folder."""
     folder = _folder()
     return entry if folder is None else os.path.normpath(os.path.join(folder, entry))
 

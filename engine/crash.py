@@ -1,15 +1,15 @@
-"""Turn any error of a command into one line for a person and an exit code for a script, never a traceback.
+"""Turn any error of a command into a one-line message and an exit code, never a traceback.
 
     def main() -> int:
         return run_command("engine tail", lambda: tail(arguments))
 
-An `EngineError` says what was expected and found, and has its exit code. A file that the operating system
-refuses is bad input. Anything else is a bug of the engine: exit 70, one line, and a report with the traceback in a
+An `EngineError` says what was expected and found, and has its exit code. An error of the operating system about a
+file is bad input. Anything else is a bug of the engine: exit 70, one line, and a report with the traceback in a
 separate file that can be sent to the maintainers. `debug` shows the traceback instead.
 
-The report holds the command line, versions and the traceback, without secrets and bounded in size; the newest
-`KEPT` reports are kept. They are in $XDG_STATE_HOME/apr-workbench/reports (~/.local/state), or in the folder
-for temporary files where that cannot be written.
+The report holds the command line, versions and the traceback, without secrets and bounded in size; the newest `KEPT`
+reports are kept. They are in $XDG_STATE_HOME/apr-workbench/reports (~/.local/state), or in the folder for temporary
+files if that folder cannot be written.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from engine.terminal import clipped, printable, say
 from engine.version import VERSION, has_engine
 
 KEPT = 20
-"""Number of reports that are kept."""
+"""Number of newest reports that are kept."""
 REPORT_CHARACTERS = 64_000
 MESSAGE_CHARACTERS = 300
 _FILE_ERRORS = frozenset(
@@ -50,18 +50,18 @@ _FILE_ERRORS = frozenset(
         *(errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ETXTBSY),
     }
 )
-"""System errors that concern a file, not the code of the engine."""
+"""Errors of the operating system that concern a file, not the code of the engine."""
 _ENGINE_PACKAGES = frozenset({"engine", "torch", "safetensors", "tokenizers"})
 
 
 def run_command(name: str, command: Callable[[], int], *, debug: bool = False) -> int:
-    """Run a command and return its exit code, reporting whatever it raised on stderr."""
+    """Run a command and return its exit code; report any exception on stderr."""
     try:
         code = command()
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # The reader of a pipe went away (`engine tail RUN | head`): not an error. Python would complain again
+        # The reader of a pipe has ended (`engine tail RUN | head`), which is no error. Python would report it again
         # at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -79,7 +79,7 @@ def run_command(name: str, command: Callable[[], int], *, debug: bool = False) -
 
 
 def explain(name: str, error: Exception) -> int:
-    """Report the error; returns the exit code."""
+    """Report the error and return the exit code."""
     known = as_engine_error(error)
     if known is not None:
         say(f"{name}: {known}")
@@ -110,7 +110,7 @@ def as_engine_error(error: BaseException) -> EngineError | None:
         where = "one that was being written" if error.filename is None else error.filename
         found = error.strerror or str(error)
         return DiskFull.expected("disk", where, "room for what is written", found)
-    # A failed read has no file name in its error, but only a file or its disk gives EIO.
+    # The error of a failed read has no file name, but EIO always comes from a file or its disk.
     if error.filename is not None or error.errno == errno.EIO:
         where = "one that was being read" if error.filename is None else error.filename
         found = error.strerror or str(error)
@@ -119,14 +119,15 @@ def as_engine_error(error: BaseException) -> EngineError | None:
 
 
 def is_memory_error(error: BaseException) -> bool:
-    """Whether an allocation failed. Torch has a class of its own for a GPU, and a RuntimeError's text for the host."""
+    """Return whether an allocation failed. Torch raises a special class for a GPU, and a RuntimeError with this text
+    for the host."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate" in str(error)
 
 
 def write_report(name: str, error: Exception) -> Path | None:
-    """Write a report of everything known about an error and return its path; None where it cannot be written."""
+    """Write a report of an error and return its path; None if it cannot be written."""
     text = _report(name, error)
     file = f"{name.split()[0]}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(4).hex()}.txt"
     for folder in _folders():

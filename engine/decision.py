@@ -1,14 +1,14 @@
-"""A `Decision` is one automatic choice: what was chosen and why, what was rejected, and how to override it.
+"""Define a `Decision`: one automatic choice with its reason, the rejected values, and the argument that overrides it.
 
-Every chooser (device, precision, teacher backend, attention, ...) returns one. The run logs it once and every
-surface shows it in the same words:
+Every chooser (device, precision, teacher backend, attention, ...) returns a Decision. The run logs it once, and
+commands and screens show it in the same words:
 
     teacher.backend: dequantized
       because 10.6 MiB of weights fit in 22.9 GiB available
       not none: a teacher was given
       override: --set teacher.backend=none
 
-A value set by the user reads `set by the user` in place of `because`, with what the chooser adds to that.
+For a value set by the user, `set by the user` takes the place of `because`, followed by any remark of the chooser.
 """
 
 from __future__ import annotations
@@ -31,20 +31,22 @@ class Decision:
     rejected: tuple[tuple[str, str], ...] = ()
     """Each allowed value that was not chosen, with the reason."""
     impossible: tuple[str, ...] = ()
-    """Rejected values that this run cannot have on this machine: setting one is refused, or changes nothing."""
+    """Rejected values that are impossible for this run on this machine: setting such a value is refused, or changes
+    nothing."""
     overridden: bool = False
-    """True when the user set the value and nothing was decided automatically."""
+    """Whether the user set the value, so that nothing was decided automatically."""
 
     @property
     def override(self) -> str:
-        """The command-line argument that selects the first rejected value, a possible one if there is one."""
+        """The command-line argument that selects a rejected value: the first possible one, or the first if none is
+        possible."""
         others = [value for value, _ in self.rejected]
         possible = [value for value in others if value not in self.impossible]
         other = next(iter((*possible, *others)), "VALUE")
         return f"--set {self.knob}={other}"
 
     def lines(self) -> list[str]:
-        """Return the decision as every surface prints it."""
+        """Return the decision as printed lines."""
         if not self.overridden:
             why = f"because {self.reason}"
         elif self.reason in ("", SET_BY_USER):
@@ -60,7 +62,7 @@ class Decision:
 
 
 def is_choice_of_the_engine(value: Any) -> bool:
-    """Whether a value leaves the choice to the engine: `auto`, or 0 where that means the same."""
+    """Return whether a value leaves the choice to the engine: `auto`, or 0 for numbers."""
     return value == "auto" or (value == 0 and not isinstance(value, bool))
 
 
@@ -81,12 +83,12 @@ def decide(
     refused: Mapping[str, tuple[str, str, str]] | None = None,
     explained: bool = False,
 ) -> Decision:
-    """Decide for what the user `wanted`, or `best` if that is `auto`.
+    """Decide for the value that the user `wanted`, or for `best` if `wanted` is `auto`.
 
-    `reason` explains the choice, per value where it differs; `against` explains why each other value is not
-    chosen, and its first rejected value is the one that the override names. A value in `refused` is
-    impossible: requesting it raises BadInput with what was expected, what was found and a hint. With
-    `explained`, the reason is also given for a value that the user set.
+    `reason` explains the choice, for all values or by value. `against` has the reason against each other value; the
+    override names its first rejected value. A value in `refused` is impossible: requesting it raises BadInput with
+    what was expected, what was found and a hint. With `explained`, the reason is also given if the user set the
+    value.
     """
     if refused is not None and wanted in refused:
         expected, found, hint = refused[wanted]

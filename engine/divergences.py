@@ -1,4 +1,5 @@
-"""The divergences that a student can be trained with: what is known of each, and its formulas over rows of logits.
+"""Define the divergences that a student can be trained with: their properties, and their formulas over rows of
+logits.
 
 With q = softmax(z), p = softmax(t), z and t already divided by T, and m = (1 - b) q + b p:
 
@@ -16,9 +17,8 @@ logarithm of a small probability is taken, and equal rows give exactly 0 in both
 Each divergence is implemented twice: for training, in place in few buffers and with its gradient; and
 directly from its definition in float64, as the reference for tests. To add one, add a row to the table.
 
-The table is also read where torch is not installed or not wanted: by the spec's allowed values and help,
-the choosers and the memory budget. So torch is imported inside the functions that need more than a
-tensor's methods.
+The table is also read without torch: for the spec's allowed values and help, and by the choosers and the memory
+budget. So torch is imported inside the functions that need more than a tensor's methods.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Logits(NamedTuple):
     """log sum e^z"""
     log_t_C1: Tensor
     spare: list[Tensor]
-    """Additional [C, V] buffers besides z, t, q and p; the table has their number."""
+    """Additional [C, V] buffers besides z, t, q and p; `Divergence` has the total number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,15 +52,17 @@ class Divergence:
     doc: str
     """Description for the help of `loss.divergence`."""
     differentiate: Callable[[Logits, float], tuple[Tensor, Tensor]]
-    """Returns the divergence of each row (C) and its gradient with respect to z (C, V); the float is b."""
+    """Function of the logits and b that returns the divergence of each row, (C,), and its gradient with respect to z,
+    (C, V)."""
     reference: Callable[[Tensor, Tensor, float], Tensor]
-    """Returns the divergence from log p and log q (M, V), summed over rows and tokens of the vocabulary."""
+    """Function of log p and log q, (M, V), and b that returns the divergence, summed over rows and the vocabulary."""
     buffers: int = 4
     """Logits-sized fp32 buffers of the eager form: both sides' logits and softmaxes, and scratch."""
     mixture: bool = False
-    """Whether it compares with a mixture of both distributions, in which `loss.beta` is the teacher's weight b."""
+    """Whether the divergence compares with a mixture of both distributions, in which `loss.beta` is the teacher's
+    weight b."""
     fused: bool = False
-    """Whether our kernel implements it (`engine/kernels/kd_loss.py`)."""
+    """Whether the engine's kernel (`engine/kernels/kd_loss.py`) implements it."""
     sparse: bool = False
     """Whether it can be computed from a part of the vocabulary at each position, such as a store's top-k outputs."""
 
@@ -69,7 +71,7 @@ def _forward_kl(x: Logits, _beta: float) -> tuple[Tensor, Tensor]:
     import torch
 
     gap_CV = x.t_CV.sub_(x.z_CV)
-    # A sum, not a dot product: torch runs that as a matmul, and TF32 would round a small KL away.
+    # A sum, not a dot product: torch runs a dot product as a matmul, in which TF32 would round a small KL away.
     kl_C = gap_CV.mul_(x.p_CV).sum(dim=1) + (x.log_z_C1 - x.log_t_C1).squeeze(1)
     return kl_C, torch.sub(x.q_CV, x.p_CV, out=x.p_CV)
 

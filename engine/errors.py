@@ -1,4 +1,4 @@
-"""The errors a user can meet, as one small tree.
+"""Define the errors that a user can meet, as a tree of classes.
 
     EngineError
     ├── UsageError        64   the command line is wrong
@@ -10,13 +10,13 @@
     │   ├── CheckpointError    a checkpoint that does not verify
     │   ├── RunLogError        a run folder or a log in it
     │   └── DiskFull           no disk space for what has to be written
-    ├── TrainingFailed     1   the run itself cannot go on: NaN, infinity
+    ├── TrainingFailed     1   the run cannot continue: NaN, infinity
     ├── NoAnswer           2   the question could not be answered: a model without finite logits
     └── InternalError     70   a bug of the engine
 
-Each message reads "what: where — expected X, found Y", then `hint:` when there is one thing to try.
-The exit code belongs to the class, so a command never chooses one. `assert` is for programmer
-errors only and is not part of this tree.
+Each message reads "what: where — expected X, found Y", then `hint:` if there is one thing to try. The class
+determines the exit code, so a command never chooses it. `assert` is for programmer errors only and is not part of
+this tree.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ EXIT_TERMINATED = 143
 
 
 class EngineError(Exception):
-    """An error with an exit code and, when there is one thing to try, a hint."""
+    """An error with an exit code and, if there is one thing to try, a hint."""
 
     exit_code = 70
 
@@ -63,7 +63,7 @@ class BadInput(EngineError):
     def expected(
         cls, what: str, where: object, expected: str, found: str, *, hint: str | None = None
     ) -> Self:
-        """Format a message as all errors are: `what: where — expected X, found Y`."""
+        """Return the error with a message in the common form: `what: where — expected X, found Y`."""
         return cls(f"{what}: {where} — expected {expected}, found {found}", hint=hint)
 
 
@@ -108,7 +108,7 @@ def write_error(
 ) -> DiskFull | RunLogError:
     """Return the error to raise when a file of a run could not be written.
 
-    It is DiskFull, with the hint `when_full`, only when the disk was full.
+    If the disk was full, it is DiskFull with the hint `when_full`.
     """
     found = error.strerror or str(error)
     if error.errno in NO_ROOM:
@@ -124,14 +124,14 @@ def missing_engine() -> BadInput:
 
 def missing_module(name: str) -> BadInput:
     """Return the error of an installation that lacks a module. The two distributions share files, so uninstalling one
-    of them, or an older version of it, also deletes files that the other has installed since."""
+    of them, or an older version, also deletes files that the other has installed since."""
     both = f"apr-workbench-view=={VERSION} apr-workbench=={VERSION}"
     hint = f"pip install --force-reinstall --no-deps {both}"
     return BadInput(f"installation: expected the module {name}, found none", hint=hint)
 
 
 class TrainingFailed(EngineError):
-    """The run cannot go on, for a reason other than invalid input."""
+    """The run cannot continue, for a reason other than invalid input."""
 
     exit_code = 1
 

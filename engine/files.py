@@ -10,7 +10,7 @@ reads /proc and /sys by `engine.machine.kernel_files`.
     read_bytes(path, "spec", limits.SPEC_FILE)         all of a small file
     read_json(path, "receipt", limits.RUN_FILE)        its parsed content
 
-Each raises BadInput (or the subclass that is given) with the path, what was expected and what was found.
+Each raises BadInput (or the given subclass) with the path, what was expected and what was found.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def open_regular(path: Path, what: str, *, error: type[BadInput] = BadInput) -> 
 
 
 class NotRegular(OSError):
-    """A path that names no regular file; `strerror` says what it names: `a FIFO`."""
+    """A path that is not a regular file; `strerror` names what it is, such as `a FIFO`."""
 
     strerror: str
 
@@ -74,7 +74,7 @@ def open_plain(path: Path) -> BufferedReader:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
         _refuse_irregular(path, os.fstat(descriptor))
-        # Non-blocking was for the opening. A read that does not wait may give None where bytes are expected.
+        # O_NONBLOCK is needed only to open: a non-blocking read may return None where bytes are expected.
         os.set_blocking(descriptor, True)
     except BaseException:
         os.close(descriptor)
@@ -109,7 +109,7 @@ def read_text(path: Path, what: str, limit: Limit, *, error: type[BadInput] = Ba
 
 
 def read_json(path: Path, what: str, limit: Limit, *, error: type[BadInput] = BadInput) -> Any:
-    """Parse a JSON file; never nested deeper than `limits.JSON_DEPTH` levels."""
+    """Parse a JSON file, nested at most `limits.JSON_DEPTH` levels deep."""
     return parse_json(read_bytes(path, what, limit, error=error), path, what, error=error)
 
 

@@ -1,11 +1,10 @@
-"""The table of input limits: every input has one.
+"""Define the limit of every input, as one table.
 
-Code that reads a file or a reply from outside names a row of this table, so that a file of zeros, a number of
-a million digits or ten thousand nested lists cost an error message and never the machine. A limit is far
-above what real inputs need and far below what does harm. If one blocks real work, it is wrong and should be
-raised here.
+Code that reads a file or a reply from outside uses a row of this table, so that a file of zeros, a number of a
+million digits or ten thousand nested lists give an error message and cannot exhaust the machine. A limit is far above
+what real inputs need and far below what does harm. A limit that blocks real work is wrong and should be raised here.
 
-`docs/limits.md` holds the table for people: `python -c "import engine.limits as l; l.write_page()"`.
+`docs/limits.md` shows the table; it is written by `python -c "import engine.limits as l; l.write_page()"`.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ CHAT_TEMPLATE = Limit(
     what="a chat template that conversations are rendered with", most=256 * KIB, unit="characters"
 )
 
-# Training and evaluation text. Files are read in pieces; one piece is held in memory.
+# Training and evaluation text. Files are read in chunks, one of which is in memory at a time.
 CORPUS_FILE = Limit(what="one file of a corpus", most=64 * GIB, unit="bytes")
 CORPUS_TEXT = Limit(what="all text of a corpus, decompressed", most=256 * GIB, unit="bytes")
 CORPUS_DOCUMENT = Limit(
@@ -172,7 +171,7 @@ FINDING = Limit(what="`finding.json`", most=16 * MIB, unit="bytes")
 ARTIFACT = Limit(what="an artifact of a finding", most=64 * MIB, unit="bytes")
 FINDINGS_LOG = Limit(what="`LOG.md` of findings", most=16 * MIB, unit="bytes")
 
-# Small files that the tools write for themselves and for each other.
+# Small files that the commands write and read again.
 MANIFEST = Limit(
     what="a manifest: of a checkpoint, a store, a published folder", most=64 * MIB, unit="bytes"
 )

@@ -1,5 +1,5 @@
-"""The model families and the names of their tensors. To add a family, add a row here and a parity
-test (`tests/unit/models/test_decoder.py` compares with transformers).
+"""Define the model families and the names of their tensors. To add a family, add a row here and a parity test
+(`tests/unit/models/test_decoder.py` compares with transformers).
 
 A family is identified by `model_type` in a `config.json`, and by `general.architecture` in a GGUF
 file (`Family.gguf`). All families share one decoder (`engine.models.decoder`): RMS norms, RoPE on halves of a head,
@@ -39,17 +39,17 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One family: its properties, and how files describe it."""
+    """A model family: its properties, and the keys of files that describe it."""
 
     name: str
     """`model_type` in a config.json."""
     title: str
     hf_class: str
-    """The transformers class that loads it."""
+    """Name of the transformers class that loads the family."""
     activation: str = "silu"
     """Name of the activation in transformers; one of `engine.models.decoder.ACTIVATIONS`."""
     activation_key: str = "hidden_act"
-    """Its key in config.json."""
+    """Key of the activation in config.json."""
     embeddings_scaled: bool = False
     """Embeddings are multiplied by sqrt(hidden_size), rounded to their dtype."""
     norm_offset: float = 0.0
@@ -57,7 +57,7 @@ class Family:
     attention_bias: bool = False
     """q, k and v have biases; o never has one."""
     qk_norm: bool = False
-    """q and k are normalised before RoPE, each head by itself."""
+    """q and k are normalised before RoPE, each head separately."""
     qk_norm_whole: bool = False
     """With `qk_norm`: q and k are normalised over all heads together, with one weight per dimension of all heads."""
     has_pre_norms: bool = True
@@ -70,8 +70,8 @@ class Family:
     """
     window_by_layer: bool = False
     """With `sliding_window`, which then is a number: config.json says which layers have the window, as
-    `layer_types` or `sliding_window_pattern`. These have the RoPE base `rope_local_base_freq` and no
-    scaling; the others are those of `rope_theta` and `rope_types`.
+    `layer_types` or `sliding_window_pattern`. Layers with the window have the RoPE base `rope_local_base_freq` and no
+    scaling; the others have `rope_theta` and the scaling of `rope_types`.
     """
     query_scale: bool = False
     """config.json gives `query_pre_attn_scalar`: scores are divided by its square root instead of that of head_dim."""
@@ -82,9 +82,9 @@ class Family:
     families one below 1 is refused.
     """
     rope_types: tuple[str, ...] = ("default",)
-    """Supported RoPE types; `llama3` is the scaling of `engine.models.rope`, `linear` divides positions;
-    `longrope` divides the frequency of each pair by a factor, of which there are two sets: one for documents
-    of more than `original_max_position_embeddings` tokens, one for shorter ones.
+    """Supported RoPE types; `llama3` is the scaling of `engine.models.rope`, `linear` divides positions; `longrope`
+    divides the frequency of each pair by a factor. It has two sets of factors: one for documents of more than
+    `original_max_position_embeddings` tokens, and one for shorter documents.
     """
     own_head_dim: bool = False
     """config.json must give head_dim: it cannot be derived, and transformers would default to 128.
@@ -102,7 +102,7 @@ class Family:
     num_attention_heads. A file of another family without such a key is refused.
     """
     hf_flags: Mapping[str, object]
-    """Keys that are written to config.json to switch off variants which this decoder does not implement."""
+    """Keys that are written to config.json to switch off variants that this decoder does not implement."""
     padding: int = 0
     """The padding token that transformers assumes if config.json names none."""
     gguf_name: str = ""
@@ -132,23 +132,23 @@ class Family:
     supported.
     """
     pre_tokenizer: str | None = None
-    """The pre-tokenizer (`engine.formats.tokenizer`) to assume for an .apr file that names none."""
+    """The pre-tokenizer (`engine.formats.tokenizer`) that is assumed for an .apr file without one."""
 
     @property
-    def apart(self) -> bool:
+    def separate_projections(self) -> bool:
         """Whether files have q, k, v, gate and up as separate tensors."""
         return not self.fused
 
     @property
-    def only_in_front(self) -> bool:
+    def pre_norms_only(self) -> bool:
         return self.has_pre_norms and not self.has_post_norms
 
     @property
-    def norms_around(self) -> bool:
+    def pre_and_post_norms(self) -> bool:
         return self.has_pre_norms and self.has_post_norms
 
     @property
-    def qk_norm_of_heads(self) -> bool:
+    def qk_norm_per_head(self) -> bool:
         return self.qk_norm and not self.qk_norm_whole
 
     @property
@@ -321,11 +321,29 @@ LAYER = (
         "D",
         "has_pre_norms",
     ),
-    TensorRow("attention.q.weight", "self_attn.q_proj.weight", "attn_q.weight", "QD", "apart"),
+    TensorRow(
+        "attention.q.weight",
+        "self_attn.q_proj.weight",
+        "attn_q.weight",
+        "QD",
+        "separate_projections",
+    ),
     TensorRow("attention.q.bias", "self_attn.q_proj.bias", "attn_q.bias", "Q", "attention_bias"),
-    TensorRow("attention.k.weight", "self_attn.k_proj.weight", "attn_k.weight", "KD", "apart"),
+    TensorRow(
+        "attention.k.weight",
+        "self_attn.k_proj.weight",
+        "attn_k.weight",
+        "KD",
+        "separate_projections",
+    ),
     TensorRow("attention.k.bias", "self_attn.k_proj.bias", "attn_k.bias", "K", "attention_bias"),
-    TensorRow("attention.v.weight", "self_attn.v_proj.weight", "attn_v.weight", "KD", "apart"),
+    TensorRow(
+        "attention.v.weight",
+        "self_attn.v_proj.weight",
+        "attn_v.weight",
+        "KD",
+        "separate_projections",
+    ),
     TensorRow("attention.v.bias", "self_attn.v_proj.bias", "attn_v.bias", "K", "attention_bias"),
     TensorRow("attention.q.weight", "self_attn.qkv_proj.weight", "attn_qkv.weight", "QD", "fused"),
     TensorRow("attention.k.weight", "self_attn.qkv_proj.weight", "attn_qkv.weight", "KD", "fused"),
@@ -335,14 +353,14 @@ LAYER = (
         "self_attn.q_norm.weight",
         "attn_q_norm.weight",
         "E",
-        "qk_norm_of_heads",
+        "qk_norm_per_head",
     ),
     TensorRow(
         "attention.k_norm.weight",
         "self_attn.k_norm.weight",
         "attn_k_norm.weight",
         "E",
-        "qk_norm_of_heads",
+        "qk_norm_per_head",
     ),
     TensorRow(
         "attention.q_norm.weight",
@@ -371,17 +389,19 @@ LAYER = (
         "post_attention_layernorm.weight",
         "ffn_norm.weight",
         "D",
-        "only_in_front",
+        "pre_norms_only",
     ),
     TensorRow(
         "mlp_norm.weight",
         "pre_feedforward_layernorm.weight",
         "ffn_norm.weight",
         "D",
-        "norms_around",
+        "pre_and_post_norms",
     ),
-    TensorRow("mlp.gate.weight", "mlp.gate_proj.weight", "ffn_gate.weight", "FD", "apart"),
-    TensorRow("mlp.up.weight", "mlp.up_proj.weight", "ffn_up.weight", "FD", "apart"),
+    TensorRow(
+        "mlp.gate.weight", "mlp.gate_proj.weight", "ffn_gate.weight", "FD", "separate_projections"
+    ),
+    TensorRow("mlp.up.weight", "mlp.up_proj.weight", "ffn_up.weight", "FD", "separate_projections"),
     TensorRow("mlp.gate.weight", "mlp.gate_up_proj.weight", "ffn_up.weight", "FD", "fused"),
     TensorRow("mlp.up.weight", "mlp.gate_up_proj.weight", "ffn_up.weight", "FD", "fused"),
     TensorRow("mlp.down.weight", "mlp.down_proj.weight", "ffn_down.weight", "DF"),
@@ -394,7 +414,7 @@ LAYER = (
     ),
 )
 ROPE_BUFFER = re.compile(r"(.+\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
-"""Names of RoPE buffers in older checkpoints, which are ignored: they follow from config.json."""
+"""Names of RoPE buffers in older checkpoints, which are ignored because config.json determines them."""
 _TEXT_MODEL = re.compile(
     r"(?:model\.language_model|language_model\.model)\.(?P<inner>.+)|language_model\.(?P<head>lm_head\..+)"
 )

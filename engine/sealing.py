@@ -1,4 +1,4 @@
-"""Canonical JSON, hashes and times of records that are verified later."""
+"""Write canonical JSON, hashes and times for records that are verified later."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 def canonical(value: Any) -> bytes:
-    """Write JSON in its one form: sorted keys, one space of indent."""
+    """Write JSON in canonical form: sorted keys, one space of indent."""
     text = json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
     # A file name that is not UTF-8 holds halves of surrogate pairs, which JSON decoders refuse: write them as escapes.
     text = _HALF_PAIR.sub(lambda half: f"\\\\{ascii(half[0])[2:-1]}", text)

@@ -1,10 +1,10 @@
 """End a command on SIGTERM, SIGINT (Ctrl-C) and SIGHUP (a closed terminal) within two seconds, without leaving partial
 output or child processes.
 
-The handler raises `Stopped`, so that `finally` blocks remove partial files. A thread exits with 128 + n if that takes
-more than `GRACE_S`. A Python handler runs only between two bytecodes: native code that does not return (a matmul, a
-tokenizer, one big read) delays it. The handler is installed for one signal only (SA_RESETHAND), so a second signal
-ends the process even then.
+The handler raises `Stopped`, so that `finally` blocks remove partial files. If that takes more than `GRACE_S`, a
+thread ends the process with 128 + n. A Python handler runs only between two bytecodes: native code that does not
+return (a matmul, a tokenizer, one big read) delays it. The handler is used only once (SA_RESETHAND), so a second
+signal ends the process even during native code.
 
     guard_command()              once, first thing in `main`; `leave_command(exit_code)` last
     with partial_output(path):   a file or folder that is renamed when complete, and removed otherwise
@@ -27,14 +27,14 @@ from types import FrameType
 from typing import ClassVar, NoReturn
 
 GRACE_S = 0.9
-"""Seconds that a command has to unwind."""
+"""Time that a command has to unwind after a signal, in seconds."""
 AGAIN_S = 0.3
 """Seconds from a second signal to the next stronger measure."""
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal asked the command to end. It is not an `Exception`, so that no error handler catches it."""
+    """A signal that ends the command. It is not an `Exception`, so that no error handler catches it."""
 
     def __init__(self, number: int) -> None:
         self.name = signal.Signals(number).name
@@ -43,7 +43,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class _Command:
-    """This process as a command, once it is guarded."""
+    """State of this process as a command, once it is guarded."""
 
     guarded = stopped = False
     partial: ClassVar[set[Path]] = set()
@@ -51,8 +51,8 @@ class _Command:
 
 
 def guard_command() -> None:
-    """Make the signals in `ENDING` end this process as described above. Call it once, in the main thread. A signal that
-    is already ignored (`nohup`) stays ignored."""
+    """Make the signals in `ENDING` end this process as the module docstring describes. Call it once, in the main
+    thread. A signal that is already ignored (`nohup`) stays ignored."""
     for number in ENDING:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _unwind)
@@ -62,8 +62,8 @@ def guard_command() -> None:
 
 
 def leave_command(exit_code: int) -> None:
-    """End the command. If a signal stopped it, the process exits here with all that it started; threads and libraries
-    are not waited for."""
+    """End the command. If a signal stopped it, the process and its descendants end here, without waiting for threads
+    and libraries."""
     if _Command.stopped:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
@@ -92,8 +92,8 @@ def only_once(number: int) -> None:
 
 @contextlib.contextmanager
 def partial_output(path: Path) -> Iterator[Path]:
-    """Yield a path for a file or folder that is renamed to `path` when complete. Whatever is left at the end is
-    removed."""
+    """Yield a temporary path for a file or folder; the caller renames it to `path` when it is complete. Whatever is
+    left at the temporary path is removed at the end."""
     path = path.absolute()
     _Command.partial.add(path)
     try:
@@ -159,9 +159,9 @@ def _restore_defaults() -> None:
 def raise_stopped(
     number: int, frame: FrameType | None, before_exit: Callable[[], None] = lambda: None
 ) -> None:
-    """Unwind the main thread from its handler. During an import, which any line of a library may begin, the
-    process calls `before_exit` and exits at once instead: an exception out of native code that is being loaded
-    would end it by SIGABRT."""
+    """Unwind the main thread from its handler. During an import, which any line of a library may begin, the process
+    instead calls `before_exit` and exits at once: an exception raised while native code is being loaded would end the
+    process by SIGABRT."""
     if _Command.guarded:
         _Command.stopped = True
         exit_late = threading.Timer(GRACE_S, _exit, [128 + number])
@@ -176,7 +176,7 @@ def raise_stopped(
 
 
 def _leave_to_parent() -> None:
-    """In a forked child: leave the command's signals and partial outputs to the parent."""
+    """Leave the command's signals and partial outputs to the parent, in a forked child."""
     _restore_defaults()
     _Command.guarded = False
     _Command.partial.clear()

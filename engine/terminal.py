@@ -1,10 +1,10 @@
-"""The only module that writes to a terminal or a pipe: `put` to stdout, `say` and `StatusLine` to stderr.
+"""Write to a terminal or a pipe: `put` to stdout, `say` and `StatusLine` to stderr.
 
-stdout carries data, stderr messages for a person. The text may come from anywhere: the name of a folder, a
+stdout carries data, stderr messages to the user. The text may come from anywhere: the name of a folder, a
 line of another program's log, text that a model generated. A terminal obeys escape sequences, so only printable
 characters are written:
 
-    newline and tab           stay
+    newline and tab           are kept
     any other control, format or surrogate character      becomes its ASCII escape, `\\x1b`
     a line of more than LINE_CHARACTERS                   is cut, and its length appended
     a character that the encoding of the stream lacks     becomes its escape, `\\u2014`
@@ -82,7 +82,7 @@ def put(*texts: object, end: str = "\n", exact: bool = False, flush: bool = Fals
 
 
 def put_marked(parts: Sequence[tuple[str, bool]]) -> None:
-    """Write text to stdout whose marked parts stand out: in reverse on a terminal, else between ⟦ and ⟧."""
+    """Write text to stdout with highlighted parts: in reverse video on a terminal, else between ⟦ and ⟧."""
     in_reverse = _is_terminal(sys.stdout) and not os.environ.get("NO_COLOR")
     before, after = ("\x1b[7m", "\x1b[27m") if in_reverse else ("⟦", "⟧")
     text = "".join(
@@ -93,12 +93,12 @@ def put_marked(parts: Sequence[tuple[str, bool]]) -> None:
 
 
 def say(*texts: object, end: str = "\n") -> None:
-    """Write a message for a person to stderr, at once."""
+    """Write a message to the user to stderr, and flush it."""
     _write(sys.stderr, printable(" ".join(str(part) for part in texts)) + end, flush=True)
 
 
 def can_ask() -> bool:
-    """Whether questions can be answered: stdin is a terminal."""
+    """Return whether questions can be answered: stdin is a terminal."""
     return _is_terminal(sys.stdin)
 
 
@@ -113,8 +113,8 @@ def ask(question: str) -> str | None:
 
 
 class StatusLine:
-    """Progress on stderr: one line that is redrawn on a terminal; otherwise, and where TERM is dumb, a separate
-    line every `plain_every_s` seconds."""
+    """Progress on stderr: one line that is redrawn on a terminal. In a pipe, or if TERM is dumb, it is a new line
+    every `plain_every_s` seconds."""
 
     def __init__(self, *, plain_every_s: float, plain_at_once: bool = True) -> None:
         self.redrawn = _is_terminal(sys.stderr) and os.environ.get("TERM", "dumb") != "dumb"
@@ -132,13 +132,13 @@ class StatusLine:
         if not self.redrawn:
             say(text)
             return
-        # Cut, so that it never wraps: a line that wraps is not redrawn but repeated.
+        # Cut the line so that it never wraps: a line that wraps is repeated instead of redrawn.
         line = printable(text).replace("\n", " ")[: columns_of(sys.stderr) - 1]
         _write(sys.stderr, f"{_CLEARED}{line}", flush=True)
         self._stands = True
 
     def say(self, *lines: str) -> None:
-        """Print permanent lines above the one that is redrawn."""
+        """Print permanent lines above the redrawn line."""
         self.clear()
         for line in lines:
             say(line)
@@ -154,9 +154,9 @@ class ArgumentParser(argparse.ArgumentParser):
     and suggests the nearest command for one that it does not have."""
 
     other_names: Mapping[str, str] = {}
-    """Suggestions for words that resemble no command: `distill` for `train`."""
+    """Suggested commands for words that resemble no command: `distill` for `train`."""
     words_options: Collection[str] = ()
-    """Options whose value is words of another command, and may begin with `-`: `--a --fused`."""
+    """Options whose value is the arguments of another command, which may begin with `-`: `--a --fused`."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = list(sys.argv[1:] if args is None else args)

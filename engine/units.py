@@ -1,12 +1,12 @@
-"""Format numbers for people, and parse times and shares as people type them. Records keep SI base units (bytes,
+"""Format numbers for display, and parse times and shares that users type. Records keep SI base units (bytes,
 seconds); text is made only for display.
 
-A number that is not known is `None` in a record and "not measured" in text, never 0 or -1. A number that is
-NaN or infinite is written out (`NaN`, `+inf`), because it is what the reader has to see. A number that is not
-zero never reads as zero.
+A number that is not known is `None` in a record and "not measured" in text, never 0 or -1. A number that is NaN or
+infinite is written out (`NaN`, `+inf`), because the reader must see it. A number that is not zero never reads as
+zero.
 
-Every threshold below is where the text of the smaller unit would round up into the next one, so that 1023.9
-bytes are `1.0 KiB` and never `1024 B`.
+Each threshold between units is the value from which the smaller unit's text would round up to the next unit, so that
+1023.9 bytes are `1.0 KiB` and never `1024 B`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def format_count(count: float | None) -> str:
 
 
 def format_value(value: float | None, digits: int = 4) -> str:
-    """Format a loss or a norm with `digits` decimals, or as 1.234e-05 or 1.234e+05 where those would hide its
+    """Format a loss or a norm with `digits` decimals, or as 1.234e-05 or 1.234e+05 if the decimals would hide its
     value."""
     if value is None or not math.isfinite(value):
         return _without_digits(value)

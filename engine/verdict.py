@@ -1,7 +1,7 @@
-"""The verdict of a check, `Fail < Unknown < Pass`, and its answer: a verdict with its numbers.
+"""Define the verdict of a check, `Fail < Unknown < Pass`, and its answer: a verdict with its numbers.
 
-Skipped, stale, not run and "the tool is absent" are all UNKNOWN, never PASS. The verdict of a set is the
-lowest of its members. An empty set is UNKNOWN, because nothing was checked.
+A check that is skipped, stale or not run, or whose tool is absent, is UNKNOWN, never PASS. The verdict of a set is
+the lowest of its members. An empty set is UNKNOWN, because nothing was checked.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ class Verdict:
 
 # contract: verdict-lattice-v1
 def lowest(verdicts: Iterable[Verdict]) -> Verdict:
-    """Return the lowest verdict of a set, UNKNOWN when it is empty."""
-    return min(verdicts, key=lambda v: v.level, default=Verdict(Level.UNKNOWN, "nothing was asked"))
+    """Return the lowest verdict of a set; UNKNOWN if it is empty."""
+    return min(
+        verdicts, key=lambda v: v.level, default=Verdict(Level.UNKNOWN, "nothing was checked")
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Single source of the package's version, and which of its two distributions are installed."""
+"""Define the package's version, and tell which of its two distributions are installed."""
 
 from pathlib import Path
 
@@ -6,7 +6,8 @@ VERSION = "0.1.0"
 
 
 def has_engine() -> bool:
-    """Whether the engine is installed, and not only `apr-workbench-view`, which has all that needs no torch."""
+    """Return whether the engine is installed, and not only `apr-workbench-view`, which has everything that needs no
+    torch."""
     return Path(__file__).with_name("train").joinpath("trainer.py").is_file()
 
 

@@ -1,1 +1,2 @@
-"""Runs for agents: a server of the Model Context Protocol (`server.py`), and a skill that says how to use it."""
+"""Serve runs to agents: a server of the Model Context Protocol (`server.py`), and a skill file that explains its
+use."""

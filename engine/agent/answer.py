@@ -1,9 +1,10 @@
-"""Answers for agents: one JSON object each, no longer than asked for, in which text out of runs is marked as data.
+"""Format answers for agents: one JSON object of at most the requested length, in which text from runs is marked as
+data.
 
     {"id": "3f9a1c2b7d10", "rows": [{"step": 40, "untrusted_text": {"name": "kd-1"}}], "next_cursor": 20}
 
-Outside `untrusted_text` are only numbers, ids that the server made and words that the engine has a table of. So a name,
-a note, a sample or an exception with instructions for its reader appears in that field alone.
+Outside `untrusted_text` there are only numbers, ids that the server made, and words from the engine's tables. So a
+name, a note, a sample or an exception that contains instructions for its reader appears only in that field.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from engine.watch.verdict_line import NO_FAULT, SIGNS
 UNTRUSTED = "untrusted_text"
 DEFAULT_BYTES, LEAST_BYTES, MOST_BYTES = 4000, 1000, 200_000
 _ROOM = 40
-"""Bytes of `next_cursor`."""
+"""Bytes reserved for `next_cursor`."""
 _WORDS = frozenset(
     {
         *(ALERT, CHECK, IDENTITY, NUMBER, "nan", "+inf", "-inf"),
@@ -38,18 +39,18 @@ _ID = re.compile(r"[0-9a-f]{12}")
 
 
 def page(head: Mapping[str, Any], rows: Sequence[Any], cursor: int, max_bytes: int) -> str:
-    """Return `head` and as many of the rows from `cursor` as fit; `next_cursor` is there where rows are left. A row
-    that is a function is called for its fields. A first row that does not fit alone is cut."""
+    """Return `head` and as many of the rows from `cursor` as fit; `next_cursor` is present if rows are left. A row
+    that is a function is called for its fields. If not even the first row fits, it is cut."""
     text = json.dumps(marked(head) | {"rows": []})[:-2]
     left = min(max(max_bytes, LEAST_BYTES), MOST_BYTES) - len(text) - _ROOM
     texts: list[str] = []
     for row in rows[cursor:]:
-        # ASCII, so that characters that cannot be seen are.
+        # ASCII, so that invisible characters become visible escapes.
         row_text = json.dumps(marked(row() if callable(row) else row), allow_nan=False)
         if len(row_text) >= left:
             if texts:
                 break
-            # Escaping doubles a character at most.
+            # Escaping at most doubles the length of a character.
             row_text = json.dumps({UNTRUSTED: clipped(row_text, left // 2 - _ROOM), "is_cut": True})
         texts.append(row_text)
         left -= len(row_text) + 1
@@ -59,7 +60,7 @@ def page(head: Mapping[str, Any], rows: Sequence[Any], cursor: int, max_bytes: i
 
 
 def marked(value: Any) -> Any:
-    """Put what may be text of a run below `untrusted_text`; fields without a value are left out."""
+    """Put fields that may be text of a run under `untrusted_text`; fields without a value are left out."""
     value = plain(value)
     if not isinstance(value, dict):
         return value if _is_own(value) else {UNTRUSTED: value}

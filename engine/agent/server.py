@@ -1,9 +1,9 @@
 """Serve runs to an agent by the Model Context Protocol, with the official SDK, on standard input and output.
 
-Every tool reads what the commands read and answers one page of JSON (`answer.py`); an error is a sentence. A run is
-addressed by its id, which is made from its path, or by its name. Only runs directly in the given folders are served,
-and a run with a link that leads out of its folder is not. Nothing is started or stopped unless an option of the server
-allows it.
+Every tool reads the same files as the commands and returns one page of JSON (`answer.py`); an error is a sentence. A
+run is addressed by its id, which is computed from its path, or by its name. Only runs directly in the given folders
+are served; a run with a link that leads out of the folder is left out. Nothing is started or stopped unless an option
+of the server allows it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def _paging(
 
 
 class Tools:
-    """The tools, for the runs in some folders; flips and findings are in `flips` and `evidence` next to the first."""
+    """The tools, for the runs in some folders; flips and findings are read from `flips` and `evidence` next to the
+    first folder."""
 
     def __init__(self, folders: list[Path]) -> None:
         self.folders = folders
@@ -185,10 +186,10 @@ class Tools:
         """List flips, newest first: what was tested, the verdict, its reason and numbers."""
         flips = _json_of("flips", "--json", "--", str(self.flips))
         for flip in flips:
-            # Left out: one row for each run, which can be read in the flip's folder.
+            # Leave out the row of each run, which can be read in the flip's folder.
             flip.pop("raw_runs", None)
             del flip["schema"]
-        # Below a field of its own: a verdict's file may have any field names, so also those of an answer.
+        # In a separate field, because a verdict's file may have any field names, also those of an answer.
         return {}, [{"flip": flip} for flip in flips]
 
     def read_finding(
@@ -263,7 +264,8 @@ class Tools:
         raise BadInput.expected("run", wanted, "an id of list_runs", problem)
 
     def _read(self, wanted: str) -> tuple[Follower, dict[str, Any], list[Any]]:
-        """Read a run. Return it with what heads an answer, and what kept its logs from being read to their ends."""
+        """Read a run. Return it with the head of an answer, and the reason if its logs could not be read to their
+        ends."""
         follower = Follower(self._run(wanted))
         faults: list[Any] = []
         try:
@@ -275,12 +277,12 @@ class Tools:
 
 
 def id_of(run: RunFolder) -> str:
-    """Return the id of a run, which stays the same as long as the path of its folder."""
+    """Return the id of a run, which stays the same as long as the path of its folder does."""
     return hashlib.sha256(bytes(run.path.resolve())).hexdigest()[:12]
 
 
 def _is_inside(run: RunFolder, folder: Path) -> bool:
-    """Return whether no link leads from the run, or from a file of it that is read, out of `folder`."""
+    """Return whether the run and its files that are read are inside `folder`, with links resolved."""
     files = (run.path, run.effective, run.path / NAME, *run.logs().values())
     return all(file.resolve().is_relative_to(folder) for file in files)
 
@@ -314,14 +316,14 @@ def _proposals(run: RunFolder) -> tuple[Proposal, ...]:
 
 
 def _parts(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield each field that is not empty as a row; of a list of objects, each object."""
+    """Yield each non-empty field as a row; for a list of objects, each object."""
     for name, value in fields.items():
         is_list_of_rows = isinstance(value, list) and value and isinstance(value[0], dict)
         yield from ({name: part} for part in (value if is_list_of_rows else [value]) if part)
 
 
 def _engine(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run a command of the engine in a process of its own, so that no log can harm the server. Raises BadInput."""
+    """Run a command of the engine in a separate process, so that no log can harm the server. Raises BadInput."""
     try:
         process = subprocess.run(
             [*child.command("engine"), *words],
@@ -362,7 +364,8 @@ def make_server(folders: list[Path], *, may_flip: bool, may_stop: bool) -> MCPSe
 
 
 def _paged(tool: Callable[..., Answer]) -> Callable[..., str]:
-    """Return a tool that answers a page, with the parameters of paging, and whose expected errors are sentences."""
+    """Return the tool with paging: it has the paging parameters, returns one page, and reports expected errors as
+    sentences."""
 
     @functools.wraps(tool)
     def call(cursor: int, max_bytes: int, **arguments: Any) -> str:

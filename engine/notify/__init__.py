@@ -1,1 +1,1 @@
-"""Messages about a run for people who do not look at it: who receives them, what they look like, how they are sent."""
+"""Send messages about a run to users who are not watching it: the receivers, the format and the sending."""

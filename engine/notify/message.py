@@ -28,7 +28,7 @@ class Message:
     host: str
     step: int | None
     level: str
-    """Level of the verdict, as `HEALTHY`."""
+    """Level of the verdict, such as `HEALTHY`."""
     verdict: str
     """The verdict line."""
     do: str
@@ -64,13 +64,13 @@ def body_of(format: str, message: dict[str, Any]) -> tuple[bytes, dict[str, str]
     title, text = message["title"], message["text"]
     whole = clipped(f"{title}\n{text}", _LONGEST)
     if format == "ntfy":
-        # A header has ASCII only; a long body would become an attachment.
+        # A header is ASCII only; ntfy would make an attachment of a long body.
         coded = base64.b64encode(title.encode()).decode()
         headers = {"Title": f"=?UTF-8?B?{coded}?=", "Content-Type": "text/plain"}
         return clipped(text, _LONGEST).encode(), headers
     body: dict[str, Any] = message
     if format == "slack":
-        # Names of channels and people stand between < and >.
+        # Slack reads text between < and > as a link or a mention.
         safe = whole.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
         body = {"text": safe}
     elif format == "discord":

@@ -1,4 +1,4 @@
-"""Receivers of messages: webhooks and commands. Those of all runs are in the user's `notify.toml`:
+"""Read the receivers of messages: webhooks and commands. The user's `notify.toml` has receivers for all runs:
 
     [team]
     webhook = "https://hooks.slack.com/services/..."      # Slack, Discord and ntfy are known by their hosts
@@ -8,8 +8,8 @@
     [mail]
     command = ["send-mail", "--to", "me"]                 # the message as JSON on stdin, and in APR_NOTIFY_* variables
 
-A URL and the arguments of a command may be secrets. Only this package reads them; anything that is logged, printed or
-raised has the name of a receiver and `where`: a scheme and a host, or a program.
+A URL and the arguments of a command may be secrets. Only this package reads them; logs, messages and errors have only
+the name of a receiver and `where`: a scheme and a host, or a program.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from engine.errors import BadInput
 from engine.files import read_text, user_config
 
 NOTIFY_VARIABLE = "APR_WATCH_NOTIFY"
-"""Environment variable with the receivers of a watched script, as `engine watch --notify` has them."""
+"""Environment variable with the receivers of a watched script, in the form of `engine watch --notify`."""
 ALL, NOBODY = "all", "none"
 FORMATS = ("json", "slack", "discord", "ntfy")
 _HOSTS = {
@@ -47,11 +47,11 @@ class Receiver:
     url: str = field(default="", repr=False)
     format: str = ""
     command: tuple[str, ...] = field(default=(), repr=False)
-    """Empty for a webhook."""
+    """Program and arguments; empty for a webhook."""
 
     @property
     def where(self) -> str:
-        """Where messages go, without secrets."""
+        """Destination of messages, without secrets."""
         if self.url:
             parts = urlsplit(self.url)
             return f"{self.format} {parts.scheme}://{parts.hostname}"
@@ -63,7 +63,7 @@ def config_file() -> Path:
 
 
 def read_receivers() -> dict[str, Receiver]:
-    """Return the receivers of the user's file by name; none without it. Raises BadInput."""
+    """Return the receivers in the user's file by name; empty if there is no file. Raises BadInput."""
     path = config_file()
     if not os.path.lexists(path):
         return {}
@@ -79,8 +79,8 @@ def read_receivers() -> dict[str, Receiver]:
 
 
 def choose_receivers(wanted: str, environ: Mapping[str, str]) -> list[Receiver]:
-    """Return the receivers in a list with commas: names of the user's file, `all` of them, `none`, `$VARIABLE` with a
-    URL in it, or a URL. Raises BadInput."""
+    """Return the receivers in a comma-separated list. An entry is a name in the user's file, `all` for all names,
+    `none`, `$VARIABLE` for a variable with a URL, or a URL. Raises BadInput."""
     receivers: list[Receiver] = []
     for word in dict.fromkeys(map(str.strip, wanted.split(","))):
         if word == ALL:
@@ -112,7 +112,7 @@ def _receiver(where: str, name: str, table: Any) -> Receiver:
 
 
 def _webhook(where: str, name: str, url: object, format: str = "") -> Receiver:
-    """Return a receiver at a URL. The message of an error has nothing of the URL, which may be a secret."""
+    """Return a receiver at a URL. The message of an error does not quote the URL, which may be a secret."""
     host = ""
     if isinstance(url, str) and re.fullmatch(r"https?://[!-~]+", url):
         with suppress(ValueError):

@@ -1,7 +1,7 @@
-"""Send a message to receivers, each in a thread of its own that nothing waits for longer than a time limit.
+"""Send a message to receivers, each in a separate thread that is waited for only up to a time limit.
 
-A receiver that hangs or drips keeps a daemon thread, which ends with the process at the latest. URLs are in no
-argument, no variable and no file.
+A receiver that hangs or answers very slowly keeps a daemon thread, which ends with the process at the latest. URLs
+are passed in no argument, no environment variable and no file.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from engine.notify.message import Message, body_of
 from engine.notify.receivers import Receiver
 
 LIMIT_S = 4.0
-"""Seconds that a receiver has to answer."""
+"""Time limit for a receiver's answer, in seconds."""
 LATE_S = 0.5
-"""Seconds after that in which a receiver that is ended says so."""
+"""Seconds after LIMIT_S within which the thread of a receiver that timed out reports that."""
 ANSWER_BYTES = 4096
-"""Bytes of an answer that are read."""
+"""Maximum number of bytes of an answer that are read."""
 _LATE = (False, f"no answer within {LIMIT_S:g} s")
 
 
@@ -32,12 +32,12 @@ class Outcome(NamedTuple):
     receiver: Receiver
     sent: bool
     text: str
-    """Answer that came back, without secrets."""
+    """The receiver's answer or the error, without secrets."""
 
 
 class Delivery:
     def __init__(self, message: Message, receivers: Sequence[Receiver]) -> None:
-        """Start to send."""
+        """Start sending."""
         self._receivers = receivers
         self._answers: dict[int, tuple[bool, str]] = {}
         self._by_s = time.monotonic() + LIMIT_S + LATE_S
@@ -54,12 +54,12 @@ class Delivery:
             thread.start()
 
     def poll(self) -> list[Outcome] | None:
-        """Return the outcomes where they are known; never waits."""
+        """Return the outcomes, or None while one is unknown; never waits."""
         is_open = any(thread.is_alive() for thread in self._threads)
         return None if is_open and time.monotonic() < self._by_s else self.wait()
 
     def wait(self) -> list[Outcome]:
-        """Return the outcomes; takes LIMIT_S + LATE_S at most."""
+        """Wait for the outcomes and return them; takes LIMIT_S + LATE_S at most."""
         for thread in self._threads:
             thread.join(max(0.0, self._by_s - time.monotonic()))
         return [

@@ -1,12 +1,12 @@
 """Collect the context of a run: its settings, its machine, the origin of its code, and how it ended.
 
-From the run itself, as logged: settings and their hash, versions, device facts, decisions, the end, receipt,
-stacks, and its output. From the present, and labelled as such: environment, packages, the state of the
-project's checkout, and the kernel's log over the time of the run.
+Read from the run: settings and their hash, versions, device facts, decisions, the end, receipt, stacks, and its
+output. Read from the present machine, and labelled so: environment, packages, the state of the project's checkout,
+and the kernel's log over the time of the run.
 
-A checkout is identified by its commit and, when files differ from it, by one hash over the diff and the
-untracked files. The diff itself is not kept. Only listed environment variables that change how a run
-computes are recorded, after `redact`.
+A checkout is identified by its commit and, if files differ from it, by one hash over the diff and the untracked
+files. The diff itself is not kept. Only listed environment variables that change how a run computes are recorded,
+after `redact`.
 
 A missing value is recorded with its reason: `{"commit": null, "why": "not a git checkout"}`.
 """
@@ -44,15 +44,15 @@ _LARGEST_HASHED_BYTES = 8 << 20
 def view_of(run: RunFolder) -> RunView:
     """Read the run's logs as far as possible, and return its view."""
     follower = Follower(run)
-    # Keep the lines before a fault in a log.
+    # If a log is broken, keep the lines before the fault.
     with contextlib.suppress(RunLogError):
         follower.read_all()
     return follower.view
 
 
 def spec_hash(run: RunFolder) -> dict[str, Any]:
-    """Return the hash of the settings after defaults, as recorded and recomputed from the recorded settings. They
-    are hashed as written, so that a setting added to the engine since then does not change the result."""
+    """Return the hash of the settings after defaults, as recorded and recomputed from the recorded settings. They are
+    hashed as stored, so that a setting that the engine has gained since then does not change the result."""
     try:
         effective = run.read_effective()
         recorded = effective.get("spec_sha256")
@@ -62,7 +62,7 @@ def spec_hash(run: RunFolder) -> dict[str, Any]:
 
 
 def sessions_of(run: RunFolder) -> list[dict[str, Any]]:
-    """List each time the trainer opened its log."""
+    """List the sessions of the trainer, by the times at which it opened its log."""
     out: list[dict[str, Any]] = []
     try:
         out.extend(session_as_opened(e) for e in events_of(run.events) if isinstance(e, LogOpened))
@@ -204,5 +204,5 @@ def _why(error: Exception) -> str:
         text = error.stderr.decode("utf-8", "replace").strip().splitlines()
         if text and "not a git repository" in text[0]:
             return "not a git checkout"
-        return text[0] if text else f"git gave exit status {error.returncode}"
+        return text[0] if text else f"git ended with exit status  {error.returncode}"
     return str(error)

@@ -4,9 +4,9 @@
 (`engine.train.finish`). A run that was killed has no receipt, but `facts_of` returns the same facts up to
 where it stopped. `check_receipt` compares a receipt with the files of its run folder.
 
-Identity fields come first: tool, config, seeds, data, weights, device, environment, times, outcome. Then
-come decisions and rows. Nothing is copied from the request where the log records the value. What else the log has,
-such as the checkpoints, is covered by the hash of the log.
+Identity fields come first: tool, config, seeds, data, weights, device, environment, times, outcome. Then come
+decisions and rows. A value that the log records is never copied from the request. Everything else in the log, such as
+the checkpoints, is covered by the hash of the log.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class _Decided(msgspec.Struct):
 
 
 class _Form(msgspec.Struct):
-    """Schema of the parts of a receipt that this module iterates over; a receipt may come from anyone."""
+    """Schema of the fields of a receipt that this module iterates over, because a receipt may come from an untrusted
+    source."""
 
     logs: dict[str, _Log | None] | None = None
     student_files: dict[str, _File] | None = None
@@ -172,8 +173,8 @@ def effective_of(run: RunFolder) -> dict[str, Any]:
 
 
 def rows_of(view: RunView) -> dict[str, Any]:
-    """Count the rows that went through the model, and the rows whose gradient was applied. A step with a
-    non-finite value is not applied."""
+    """Count the rows that went through the model, and the rows whose gradient was applied. The update of a step with
+    a non-finite value is not applied."""
     steps = view.steps.values("step")
     rows = view.steps.values("rows")
     bad = _skipped_steps(view)
@@ -190,7 +191,7 @@ def rows_of(view: RunView) -> dict[str, Any]:
 
 def _skipped_steps(view: RunView) -> set[int]:
     """Return the steps whose update was skipped because a number was not finite."""
-    # These are measured between updates, so they skip none.
+    # These numbers are measured between updates, so they skip no update.
     between_updates = ("heldout_loss", "weight_norm")
     return {event.step for event in view.non_finite if event.id not in between_updates}
 
@@ -201,8 +202,8 @@ def _skipped_steps(view: RunView) -> set[int]:
 def check_receipt(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dict[str, Verdict]:
     """Compare everything in a receipt that can be compared with the run folder without torch.
 
-    `not_compared` lists the rest. The log has the hash of the receipt, so its facts need no second comparison. A
-    receipt is no signature: a folder whose log and receipt were rewritten agrees with itself.
+    `not_compared` lists the rest. The log has the receipt's hash, so the receipt's facts are not compared again. A
+    receipt is no signature: a folder in which both log and receipt were rewritten passes.
     """
     recorded = view.receipt.sha256 if view.receipt is not None else None
     out = {
@@ -229,7 +230,7 @@ def check_receipt(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dic
 
 
 def _every_file(run: RunFolder, receipt: dict[str, Any], names: Sequence[str]) -> Verdict:
-    """Fail for files in the run folder that the receipt does not list."""
+    """Return a failed check if the run folder has files that the receipt does not list."""
     if receipt.get("files") is None:
         return Verdict(Level.UNKNOWN, "files of the folder: the receipt does not list them")
     named = {*receipt["files"], *(receipt.get("logs") or {})}
@@ -296,8 +297,8 @@ def _equal(what: str, recorded: str | None, found: str | None) -> Verdict:
 
 
 def read_receipt_or_facts(run: RunFolder, view: RunView) -> tuple[dict[str, Any], bool]:
-    """Return the receipt, or the facts so far when there is none, and whether it is a receipt. Raises RunLogError for a
-    malformed receipt."""
+    """Return the receipt, or the facts so far if there is none, and whether a receipt was read. Raises RunLogError
+    for a malformed receipt."""
     receipt = run.read_receipt()
     if receipt is not None:
         try:

@@ -1,1 +1,1 @@
-"""The page of runs: a server on 127.0.0.1 that shows run folders live in a browser, and changes nothing."""
+"""Serve run folders live to a browser, from a server on 127.0.0.1 that only reads."""

@@ -1,7 +1,7 @@
-"""Who may ask: a browser of this machine that has the token, and a page of this server alone.
+"""Control access: only a browser on this machine that has the token is answered, and only for pages of this server.
 
-The URL that the command prints has the token. The first answer puts it into a cookie and leads to the URL without it,
-so that no history, no link and no referrer has it.
+The URL that the command prints has the token. The first response sets it as a cookie and redirects to the URL without
+it, so that it appears in no history, link or referrer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ POLICY = (
     )
     + "; connect-src 'self'; form-action 'self'; frame-ancestors 'none'"
 )
-"""Content-Security-Policy of every answer: that of a report, with the files of this server."""
+"""Content-Security-Policy of every response: that of a report, which also allows the files of this server."""
 HEADERS = {
     "Content-Security-Policy": POLICY,
     "Referrer-Policy": "no-referrer",
@@ -39,7 +39,7 @@ _TOKEN = re.compile(r"[A-Za-z0-9_-]{32,128}")
 
 
 def read_token(file: Path) -> str:
-    """Return the token in a file that only its owner can read; write a new one where there is no file. Raises
+    """Return the token in a file that only its owner can read; write a new token if there is no file. Raises
     BadInput."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -54,7 +54,7 @@ def read_token(file: Path) -> str:
         found = f"the mode {mode | 0o600:o}"
         hint = f"chmod 600 {file}"
         raise BadInput.expected(
-            "token", file, "a file that its owner alone reads", found, hint=hint
+            "token", file, "a file that only its owner can read", found, hint=hint
         )
     if not _TOKEN.fullmatch(token):
         hint = "remove the file, and a new token is written"
@@ -63,12 +63,13 @@ def read_token(file: Path) -> str:
 
 
 class Guard:
-    """Answers a request, or refuses it before anything else sees it."""
+    """ASGI middleware that passes an allowed request on, and refuses any other."""
 
     def __init__(self, app: ASGIApp, token: str, port: int) -> None:
         self._app, self._token = app, token
         self._hosts = (f"127.0.0.1:{port}", f"localhost:{port}")
-        # A cookie is sent to every port of a host: two servers must not overwrite each other's.
+        # A cookie is sent to every port of a host, so its name has the port: two servers must not overwrite each
+        # other's.
         self._cookie = f"apr-serve-{port}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,7 +86,7 @@ class Guard:
         await app(scope, receive, answer)
 
     def _refusal(self, request: Request) -> Response | None:
-        """Return the answer to a request that gets none from the pages."""
+        """Return the response to a refused or redirected request; None if the request is allowed."""
         host, origin = request.headers.get("host"), request.headers.get("origin")
         if request.method != "GET":
             return PlainTextResponse("This server only answers GET.\n", 405)
@@ -104,7 +105,7 @@ class Guard:
             return PlainTextResponse(text, 403)
         if given is None:
             return None
-        # An absolute URL: the path `//elsewhere` would lead to another host.
+        # Redirect to an absolute URL: the path `//elsewhere` would lead to another host.
         away = RedirectResponse(str(request.url.remove_query_params("token")), 303)
         away.set_cookie(self._cookie, given, httponly=True, samesite="strict", max_age=30 * 86400)
         return away

@@ -1,4 +1,4 @@
-"""The server: its routes, and the socket on 127.0.0.1 that it listens on."""
+"""Define the server: its routes, and the socket on 127.0.0.1 that it listens on."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ MISSING = (
     "found nothing there."
 )
 STALLED_MS = 30_000
-"""Milliseconds after which a client that takes nothing is cut off."""
+"""Milliseconds after which a client that reads nothing is disconnected."""
 SEND_BYTES = 64 << 10
 MOST_REQUESTS = 256
-"""Maximum number of connections at a time."""
+"""Maximum number of simultaneous connections."""
 LONGEST_FILTER = 1000
-"""Characters of a filter that are read."""
+"""Maximum number of characters of a filter that are read."""
 _HERE = Path(__file__).parent
 
 
@@ -49,11 +49,12 @@ class _Site:
         self._pool = ThreadPoolExecutor(2, "pages")
         self._runs = runs_of(self._folders)
         self._list = list_page(self._folders, self._runs)
-        # Before the URL is open, a thousand runs can be read.
+        # Reading begins now: a thousand runs can be read before the user has opened the URL.
         self._pool.submit(self._list)
 
     def topic(self, page: str) -> Topic | None:
-        """Return what is shown at `/`, at `/page/KEY` or at `/compare?runs=KEY,KEY`; None when there is nothing."""
+        """Return the topic of the page at `/`, at `/page/KEY` or at `/compare?runs=KEY,KEY`; None if there is no such
+        page."""
         if page not in self._topics:
             render = self._list
             if page != "/":
@@ -62,7 +63,7 @@ class _Site:
                     return None
                 paths = []
                 for key in keys:
-                    # A key that is not known costs a walk through the folders: the first one ends it.
+                    # An unknown key costs a walk through the folders, so stop at the first.
                     if (path := self._folders.find(key)) is None:
                         return None
                     paths.append(path)
@@ -75,7 +76,7 @@ class _Site:
     async def show(self, request: Request) -> HTMLResponse:
         page = request.url.path
         if page == COMPARE:
-            # A form gives each run a field of its own.
+            # A form sends a separate field for each run.
             keys = [key for text in request.query_params.getlist("runs") for key in text.split(",")]
             page = f"{COMPARE}?runs={','.join(dict.fromkeys(keys))}"
         topic = self.topic(page)
@@ -90,7 +91,7 @@ class _Site:
         return Response(metrics_text(rows), media_type=CONTENT_TYPE)
 
     async def news(self, request: Request) -> Response:
-        """Answer an open page with what has changed since the version that it has."""
+        """Answer an open page with the parts that have changed since its version."""
         page, wanted, have = (
             request.query_params.get(name, "") for name in ("page", "filter", "have")
         )
@@ -103,7 +104,7 @@ class _Site:
 
 
 def build_app(given: Sequence[Path], token: str, port: int) -> ASGIApp:
-    """Return the application for some folders. Raises BadInput when one is not there."""
+    """Return the application for some folders. Raises BadInput if a folder does not exist."""
     site = _Site(given)
 
     report_files = {"/report.js": report.SCRIPT, "/report.css": report.STYLE}
@@ -129,11 +130,12 @@ def build_app(given: Sequence[Path], token: str, port: int) -> ASGIApp:
 
 
 def listen(port: int | None) -> tuple[socket.socket, str]:
-    """Return a socket on 127.0.0.1, and a sentence when it is not on PORT because that is taken. Raises BadInput when
-    `port` is taken."""
+    """Return a socket on 127.0.0.1, and a message if another port is used because PORT is taken. Raises BadInput if a
+    given `port` is taken."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Accepted sockets inherit both. The kernel would buffer megabytes for a client that reads nothing, for ever.
+    # Accepted sockets inherit both options. Without them, the kernel would buffer megabytes for ever for a client
+    # that reads nothing.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED_MS)
     notice = ""
@@ -164,7 +166,7 @@ def server_of(app: ASGIApp) -> uvicorn.Server:
         server_header=False,
         proxy_headers=False,
         limit_concurrency=MOST_REQUESTS,
-        # Pages are open for hours.
+        # Pages stay open for hours.
         timeout_graceful_shutdown=0,
     )
     return uvicorn.Server(config)

@@ -1,6 +1,7 @@
-"""Find what the given folders hold. What lies outside them is never read, whichever link leads there.
+"""Find the runs, flips and findings in the served folders. Files outside these folders are never read, even through
+links.
 
-A page is asked for by a key, the hash of its folder's path: a request cannot spell a path.
+A page is requested by a key, the hash of its folder's path, so that a request cannot name a path.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from engine.log.folder import find_all, is_run
 MOST_FILES = 20_000
 """Maximum number of files of a run, a flip or a finding that has a page."""
 NOT_READ = frozenset({"checkpoints", "student"})
-"""Folders of a run that no page reads: a model may be a link into a cache."""
+"""Folders of a run that no page reads, and that may therefore contain links: a model may be a link into a cache."""
 
 
 class Folders:
@@ -44,18 +45,18 @@ class Folders:
         return path
 
     def flips_and_findings(self) -> Iterator[Path]:
-        """Yield the flips and findings in the folders and one level below, as runs are found."""
+        """Yield the flips and findings in the folders and one level below, like the runs."""
         for folder in self.given:
             yield from _flips_and_findings(folder, 2)
 
     def holds(self, path: str | Path) -> bool:
-        """Return whether a path lies in one of the folders once its links are followed."""
+        """Return whether a path, with its links resolved, is in one of the folders."""
         real = os.path.realpath(path)
         return any(os.path.commonpath([real, root]) == root for root in self._roots)
 
     def stamp(self, folder: Path) -> frozenset[tuple[str, int, int]]:
-        """Return path, time of change and size of each file of a run, a flip or a finding. Raises BadInput when a link
-        in it leads out of the folders, or when it has more files than MOST_FILES."""
+        """Return path, modification time and size of each file of a run, a flip or a finding. Raises BadInput if a
+        link in it leads out of the folders, or if it has more files than MOST_FILES."""
         stamps: set[tuple[str, int, int]] = set()
         unread_folders = [str(folder)]
         self._must_hold(unread_folders[0])
@@ -80,7 +81,7 @@ class Folders:
         return frozenset(stamps)
 
     def accepts(self, folder: Path) -> bool:
-        """Return whether all of a folder lies in the folders that are served."""
+        """Return whether all files of a folder are in the served folders."""
         try:
             self.stamp(folder)
         except (BadInput, OSError):

@@ -1,5 +1,5 @@
-"""The pages: the list of what the folders hold, and each run, comparison, flip and finding as `engine report` shows
-it."""
+"""Render the pages: the list of runs, flips and findings, and each run, comparison, flip and finding as in `engine
+report`."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from engine.watch.runs_feed import READING, RunRow, RunsFeed, RunsSnapshot
 from engine.watch.verdict_line import HEALTHY, SIGNS, SUSPECT, UNDECIDED
 
 PLACES = {SUSPECT: 1, UNDECIDED: 2, HEALTHY: 3}
-"""Places of the levels in the list; what is wrong, has ended by a fault or cannot be read comes first."""
+"""Order of the levels in the list: runs that are wrong, have failed or cannot be read come first."""
 COMPARE = "/compare"
 """Path of the pages that compare runs: `?runs=KEY,KEY`."""
 READ_S = 1.7
-"""Seconds of reading before a list is shown; what is not read by then follows."""
+"""Seconds of reading before a list is shown; runs that are not read by then are added later."""
 
 
 def document(state: State, wanted: str, page: str) -> str:
@@ -56,7 +56,7 @@ def document(state: State, wanted: str, page: str) -> str:
 
 
 def error_state(text: str, status: int = 200) -> State:
-    """Return the page that says why there is no other."""
+    """Return an error page with the reason."""
     return _article("engine serve", f"<pre>{as_html(text)}</pre>", status)
 
 
@@ -69,8 +69,8 @@ def _article(title: str, body: str, status: int = 200) -> State:
 
 
 def report_page(folders: Folders, paths: Sequence[Path]) -> Callable[[], State]:
-    """Return what renders the page of a folder, or of several runs compared; it returns the same state until a file of
-    them changes."""
+    """Return a function that renders the page of a folder, or of several compared runs. It returns the same state
+    until one of their files changes."""
     links = [f"/page/{key_of(path)}" for path in paths]
     stamp: object = None
     state = error_state("")
@@ -99,8 +99,9 @@ def report_page(folders: Folders, paths: Sequence[Path]) -> Callable[[], State]:
 
 
 def runs_of(folders: Folders) -> Callable[[], RunsSnapshot]:
-    """Return a function that reads the runs; a call within EVERY_S / 2 of the last reading returns that one."""
-    # The server begins the first reading when it starts: a request waits for it and shows its runs.
+    """Return a function that reads the runs; a call within EVERY_S / 2 of the last reading returns its result
+    again."""
+    # The server begins the first reading when it starts; the first request waits for the result.
     lock, read_s = threading.Lock(), -math.inf
     feed = RunsFeed(folders.given, budget_s=READ_S, accepts=folders.accepts)
     snapshot: RunsSnapshot
@@ -117,7 +118,7 @@ def runs_of(folders: Folders) -> Callable[[], RunsSnapshot]:
 
 
 def list_page(folders: Folders, read: Callable[[], RunsSnapshot]) -> Callable[[], State]:
-    """Return what renders the list: live runs first, the worst first of them."""
+    """Return a function that renders the list: active runs first, and the worst of them first."""
     others: dict[Path, tuple[object, str]] = {}
 
     def render() -> State:
@@ -173,7 +174,7 @@ def _run_row(row: RunRow) -> str:
 
 
 def _listed(folders: Folders, path: Path, known: dict[Path, tuple[object, str]]) -> str:
-    """Return the row of a flip or a finding, read again when a file of it has changed; empty when a link in it leads
+    """Return the row of a flip or a finding, read again if one of its files has changed; empty if a link in it leads
     out of the folders."""
     try:
         stamp = folders.stamp(path)
@@ -210,7 +211,7 @@ def _row(
     is_run: bool = False,
 ) -> str:
     key = key_of(path)
-    # The row names it: no text of a run is in an attribute.
+    # The label refers to the row's element: no text of a run is in an attribute.
     tick = (
         f'<input type="checkbox" form="compare" name="runs" value="{key}" aria-labelledby="name-{key}">'
         if is_run

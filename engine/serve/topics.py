@@ -1,6 +1,6 @@
-"""Keep pages for their readers: a page that is open asks about once a second for what has changed.
+"""Keep pages up to date: an open page requests its changes about once a second.
 
-A reader names the version that it has and gets the parts that differ from it, or nothing.
+A reader sends the version of its page and gets the parts that differ from that version, or nothing.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from hashlib import blake2b
 from typing import Any
 
 EVERY_S = 1.0
-"""Seconds between two questions of a page."""
+"""Seconds between two requests of an open page."""
 MOST_TOPICS = 64
 MOST_VERSIONS = 64
-"""Newest versions of a page, of all filters, of which the parts are known."""
+"""Number of newest versions of a page, over all filters, whose parts are kept."""
 
 Parts = Mapping[str, str]
-"""HTML elements by their ids, in order."""
+"""HTML elements by id, in the order of the page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """A page at one moment."""
+    """The content of a page at one moment."""
 
     title: str
     parts: Callable[[str], Parts]
-    """The elements of the page that fit a filter."""
+    """Function that returns the elements of the page for a filter."""
     status: int = 200
 
 
 def version_of(parts: Parts) -> str:
-    """Return a hash of what is shown, the same after a restart."""
+    """Return a hash of the page's content, which is the same after a restart of the server."""
     digest = blake2b(digest_size=8)
     for part in parts.values():
         digest.update(part.encode())
@@ -41,7 +41,7 @@ def version_of(parts: Parts) -> str:
 
 
 class Topic:
-    """One page and what its readers have of it."""
+    """One page, and the versions of it that readers may have."""
 
     def __init__(self, render: Callable[[], State], pool: ThreadPoolExecutor) -> None:
         self._render, self._pool = render, pool
@@ -49,10 +49,10 @@ class Topic:
         self._state: State | None = None
         self._at_s = 0.0
         self._sent: dict[str, dict[str, int]] = {}
-        """Hashes of the parts by id, of each version."""
+        """Hashes of the parts by id, for each version."""
 
     async def refresh(self) -> State:
-        """Return the page, rendered again when it is older than EVERY_S / 2."""
+        """Return the page, rendered again if it is older than EVERY_S / 2."""
         loop = asyncio.get_running_loop()
         async with self._lock:
             if self._state is None or loop.time() >= self._at_s + EVERY_S / 2:
@@ -61,7 +61,8 @@ class Topic:
             return self._state
 
     async def news(self, wanted: str, have: str) -> dict[str, Any] | None:
-        """Return what makes a page of the version `have` the newest one that fits a filter; None if it is."""
+        """Return the changes that turn a page of version `have` into the newest page for a filter; None if it is
+        already the newest."""
         parts = (await self.refresh()).parts(wanted)
         hashes = {id: hash(part) for id, part in parts.items()}
         before, version = self._sent.get(have, {}), version_of(parts)

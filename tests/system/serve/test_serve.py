@@ -376,7 +376,7 @@ def test_the_token_is_kept_in_a_file_that_its_owner_alone_reads(tmp_path: Path) 
     assert len(token) > 40 and read_token(file) == token
     assert file.stat().st_mode & 0o777 == 0o600
     file.chmod(0o644)
-    with pytest.raises(BadInput, match="a file that its owner alone reads"):
+    with pytest.raises(BadInput, match="a file that only its owner can read"):
         read_token(file)
     file.chmod(0o600)
     file.write_text("short\n")
