@@ -11,7 +11,7 @@ in the folder RUNS; the run folder RUN at two sizes, in a light theme and in two
 WATCHED, a run of `make demo-watch`, at two sizes; a flip of RUN before it starts; help;
 each of the screens that can be opened from everywhere (findings, flips), and the newest
 finding, as they are in the folder where this is started.
-`live.svg`, the picture of README, is ON_GPU, a run on an H100: `engine distill engine/demo/demo.toml --set
+`live.svg`, the picture of README, is ON_GPU, a run on an H200: `engine distill engine/demo/demo.toml --set
 train.rows=512 --set train.steps=1500 --set eval.every=100 --set watch.sample_seconds=0.5 --set checkpoint.every=500`.
 """
 
