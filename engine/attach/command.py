@@ -1,14 +1,14 @@
-"""Run a command in the foreground as if it had been started directly, with a probe and an observer.
+"""Run a command in the foreground as if the user had started it directly, with a probe and an observer.
 
     engine watch -- COMMAND
       |-- COMMAND                     this terminal, this process group; APR_WATCH_RUN, PYTHONPATH with the probe
       |-- engine.attach.supervisor    in a separate session
 
 The command keeps stdin, stdout, stderr, the terminal and job control. Signals to the whole process group, such as
-Ctrl-C, Ctrl-\\ and Ctrl-Z in a terminal, reach it directly; signals to this process alone are forwarded. This process
-ends as the command ends: with its exit code, or by the same signal.
+Ctrl-C, Ctrl-\\ and Ctrl-Z in a terminal, reach it directly; signals to this process alone are forwarded to it. This
+process ends as the command ends: with its exit code, or by the same signal.
 
-A script that starts its own watch (`apr_watch.start`) runs this file to create its run folder and its observer:
+A script that watches itself (`apr_watch.start`) runs this file as a program to create its run folder and its observer:
 
     python train.py --(stdin)--> python -m engine.attach.command PID OUT ARGV...
                                    |-- engine.attach.supervisor    goes on, with the same stdin
@@ -44,7 +44,8 @@ from engine.watch import flight_recorder
 PROBE = Path(__file__).parent / "probe"
 RUN_VARIABLE = "APR_WATCH_RUN"
 PARENT_VARIABLE = "APR_WATCH_PARENT"
-"""Environment variable: parent process of the command, by which the probe recognises its first process."""
+"""Environment variable: id of the command's parent process, by which the probe recognises the command's first
+process."""
 ASK_VARIABLE = "APR_WATCH_ASK"
 STEPS_VARIABLE = "APR_WATCH_STEPS"
 SLOW_VARIABLE = "APR_WATCH_SLOW_BY"
@@ -54,7 +55,7 @@ READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP)
 PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 GROUP_S = 0.05
-"""Time within which a signal to a group reaches all of its processes, in seconds."""
+"""Time within which a signal to a process group reaches all of its processes, in seconds."""
 RECORDED_S = 5.0
 """Maximum time that recording the end of the command may block the terminal, in seconds."""
 
@@ -68,11 +69,14 @@ def new_run(
     changed: Mapping[str, str] = MappingProxyType({}),
     runs_in: str | None = None,
 ) -> RunFolder:
-    """Create the run folder of a command. `pid`: a process that started its own watch, or that runs already in the
-    folder `runs_in`. `variables`: recorded environment variables, as `NAME=VALUE`. `changed`: settings that the probe
-    changes in the script. Secrets in arguments and variables are redacted.
+    """Create the run folder of a command. Secrets in arguments and variables are redacted.
 
-    Without a `folder` it is created in `runs`, or, if that is not writable, in the user's state folder, with a message.
+    folder     folder to create it in; None is `runs`, or the user's state folder if `runs` is not writable
+    variables  environment variables to record, as `NAME=VALUE`
+    pid        a process that watches itself, or a process that runs already
+    changed    settings that the probe changes in the script
+    runs_in    current folder of a process that runs already
+
     Raises BadInput if there is no such command.
     """
     if runs_in is None and shutil.which(arguments[0]) is None:
@@ -123,23 +127,23 @@ def run_command(
 ) -> int:
     """Run a command to its end; return its exit code, or minus the number of the signal that ended it.
 
-    asked        checks that need extra forward passes
+    asked        checks to run that need extra forward passes
     steps        number of optimizer steps after which the command ends
     slow_by      extra time of each step, as a share of its duration
-    variables    added to its environment
-    changed      settings that the probe changes in it
-    keep_output  write its output to the run folder
-    report       print problems on stderr while it runs, each once
-    notify       who gets messages (`choose_receivers`)
+    variables    variables to add to the command's environment
+    changed      settings that the probe changes in the script
+    keep_output  write the command's output to the run folder
+    report       print each problem once on stderr while the command runs
+    notify       receivers of messages (`choose_receivers`)
 
-    Raises BadInput if it cannot be started.
+    Raises BadInput if the command cannot be started.
     """
     witness = _Witness()
     early: list[int] = []
     for number in FROM_TERMINAL:
-        # A handler, not SIG_IGN, which the command would inherit.
+        # Use a handler: the command would inherit SIG_IGN.
         signal.signal(number, lambda number, _frame: early.append(number))
-    # Not an argument, which everybody can read, and not in the environment of the command.
+    # Pass it neither as an argument, which every user can read, nor in the command's environment.
     supervisor = _start_supervisor(
         run,
         report_fd=sys.stderr.fileno() if report else None,
@@ -157,7 +161,7 @@ def run_command(
         with run.stderr.open("ab") if keep_output else contextlib.nullcontext() as output:
             process = subprocess.Popen(arguments, env=environment, stdout=output, stderr=output)
     except OSError as error:
-        _leave(supervisor, None)
+        _send_exit_code(supervisor, None)
         raise BadInput.expected(
             "command", arguments[0], "a program to start", str(error.strerror)
         ) from error
@@ -173,28 +177,28 @@ def run_command(
     _send(supervisor, f"{process.pid}\n")
     code = _wait(process)
     witness.dismiss()
-    _leave(supervisor, code)
+    _send_exit_code(supervisor, code)
     return code
 
 
 class _Witness:
-    """A process of this process group that blocks all signals: one that it did not receive was sent to this process
-    alone and must be forwarded. A handler cannot distinguish them: a shell, a notebook or a service manager signals the
-    group as a terminal does, and a second signal would interrupt the clean-up that the first one began."""
+    """A process in this process group that blocks all signals. A signal that does not reach it was sent to this process
+    alone and must be forwarded. A signal handler cannot see that: shells, notebooks and service managers signal the
+    group, as a terminal does. Forwarding a group's signal would signal the command twice and interrupt its clean-up."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._start()
 
     def has_got(self, number: int) -> bool:
-        """Return whether the witness received the signal too; without a witness, whether terminals send it."""
+        """Return whether the witness received the signal too. Without a witness, return whether terminals send it."""
         if self._process is None:
             return number in FROM_TERMINAL
         until_s = time.monotonic() + GROUP_S
         while not (is_pending := self._is_pending(number)) and time.monotonic() < until_s:
             time.sleep(GROUP_S / 10)
         if is_pending:
-            # A pending signal stays pending, so the next one needs a new witness.
+            # A blocked signal stays pending, so that the next one needs a new witness.
             self.dismiss()
             self._start()
         return is_pending
@@ -208,7 +212,7 @@ class _Witness:
     def _start(self) -> None:
         previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*FROM_TERMINAL, *PASSED_ON))
         try:
-            # It ends with this process, when its standard input closes.
+            # `cat` ends with this process, which closes its standard input.
             self._process = subprocess.Popen(
                 ["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
             )
@@ -228,11 +232,11 @@ class _Witness:
 
 
 def end_as(code: int) -> int:
-    """Return the exit code of a command, or die of the signal that ended it."""
+    """Return the exit code of a command, or end this process by the signal that ended the command."""
     if code >= 0:
         return code
     number = -code
-    # A core dump must be the command's.
+    # Write no core dump of this process: a core file must be the command's.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError, ValueError):
         signal.signal(number, signal.SIG_DFL)
@@ -244,16 +248,17 @@ def end_as(code: int) -> int:
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int:
-    """Wait for the end of the command, and stop with it when it is stopped, so that the shell gets the terminal."""
+    """Wait for the end of the command. If the command is stopped (Ctrl-Z), stop too, so that the shell gets the
+    terminal."""
     while True:
         try:
             _, status = os.waitpid(process.pid, os.WUNTRACED)
         except ChildProcessError:
-            # Passing a signal on polls the command, which had ended.
+            # The command had ended, and `send_signal` of a handler has reaped it.
             return process.wait()
         if os.WIFSTOPPED(status):
             os.kill(os.getpid(), signal.SIGSTOP)
-            # A shell continues the whole group; continuing this process alone must continue the command too.
+            # A shell continues the whole group. If only this process was continued, continue the command too.
             if _is_stopped(process.pid):
                 process.send_signal(signal.SIGCONT)
             continue
@@ -263,7 +268,7 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
 
 def _is_stopped(pid: int) -> bool:
     try:
-        # The state follows the name, which may contain anything.
+        # The state follows the process name, which may contain any characters.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] == "T"
     except OSError:
         return False
@@ -276,7 +281,7 @@ def _start_supervisor(
     report_fd: int | None = None,
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> subprocess.Popen[str] | None:
-    # Duplicate it: the supervisor's stderr goes to the run folder.
+    # Duplicate stderr: the supervisor's own goes to the run folder.
     if report_fd is not None:
         report_fd = os.dup(report_fd)
     arguments = [] if report_fd is None else [str(report_fd)]
@@ -307,8 +312,8 @@ def _send(supervisor: subprocess.Popen[str] | None, line: str) -> None:
             supervisor.stdin.flush()
 
 
-def _leave(supervisor: subprocess.Popen[str] | None, code: int | None) -> None:
-    """Send the exit code to the supervisor, and wait until it is recorded."""
+def _send_exit_code(supervisor: subprocess.Popen[str] | None, code: int | None) -> None:
+    """Send the exit code to the supervisor, and wait until the supervisor has recorded it."""
     if supervisor is None or supervisor.stdin is None:
         return
     if code is not None:
@@ -320,8 +325,8 @@ def _leave(supervisor: subprocess.Popen[str] | None, code: int | None) -> None:
 
 
 def _commit(folder: str | None = None) -> str | None:
-    """Return the commit of a folder (None: the current one), with `+` where files differ from it; None outside a
-    repository."""
+    """Return the commit of a folder (None: the current folder), with `+` if files differ from the commit; None outside
+    a repository."""
     try:
         description = subprocess.run(
             ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],

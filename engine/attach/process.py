@@ -2,12 +2,12 @@
 
     engine watch --pid PID
       this process, in the foreground; Ctrl-C ends only the watching
-        PID          followed by a pidfd, so that a later process with the same pid is not mistaken for it
-          children   counted with it; those of torchrun are named by the RANK in their environment
+        PID          identified by a pidfd, so that a later process with the same pid is not mistaken for it
+          children   included in its readings; ranks of torchrun are named by the RANK in their environment
 
-Readings of /proc, NVML and py-spy go to the run folder; steps and loss are unknown. The kernel reports the exit status
-of a process to its parent. Others get it from a pidfd once the process is reaped (since Linux 6.15). Without it, how it
-ended is unknown unless the kernel's log or counters show it.
+Readings from /proc, NVML and py-spy go to the run folder; steps and loss are unknown. The kernel reports the exit
+status of a process to its parent. Since Linux 6.15 other processes can read it from a pidfd once the process is reaped.
+On older kernels the end is unknown, unless the kernel's log or counters show it.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from engine.watch.observe import RunObserver
 PROC = Path("/proc")
 SAMPLE_SECONDS = 1.0
 EXIT_STATUS_S = 2.0
-"""Maximum time for the parent to reap the process, in seconds, before its exit status counts as unknown."""
+"""Maximum time to wait for the parent to reap the process, in seconds; after it the exit status is unknown."""
 COUNTERS_S = 60.0
-"""Interval in seconds of readings of the kill counters, of which the last but one counts: a process killed for memory
-may take seconds to end, and earlier kills are unrelated."""
+"""Interval in seconds between readings of the kill counters. The last reading but one is the baseline: a process killed
+for memory may take seconds to end, and earlier kills are unrelated."""
 MOST_RANKS = 16
 _GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/renderD")
 _PIDFD_GET_INFO, _PIDFD_INFO_EXIT = 0xC040_FF0B, 1 << 3
-"""Request and flag of linux/pidfd.h: _IOWR(0xFF, 11, struct pidfd_info), whose first version has 64 bytes."""
+"""Request and flag from linux/pidfd.h: _IOWR(0xFF, 11, struct pidfd_info); the struct's first version has 64 bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stranger:
-    """A process that the engine did not start, as found at the beginning."""
+class ForeignProcess:
+    """A process that the engine did not start, as it was when the watch began."""
 
     pid: int
     start_ticks: int
@@ -60,11 +60,11 @@ class Stranger:
     arguments: tuple[str, ...]
     folder: str
     pidfd: int
-    """Descriptor that stays with this process, also when another one gets its number."""
+    """Descriptor that refers to this process even if its pid is reused."""
 
     @property
     def variables(self) -> list[str]:
-        """Environment variables about its training, as `NAME=VALUE`."""
+        """Environment variables that concern its training, as `NAME=VALUE`."""
         environment = _environment(self.pid).items()
         return sorted(
             f"{name}={value}"
@@ -73,29 +73,32 @@ class Stranger:
         )
 
     def trainers(self) -> list[int]:
-        """Return the training processes of its tree: its ranks, else the largest Python process, else itself."""
-        ranks = ranks_below(self.pid)
+        """Return the training processes in its process tree: the ranks; without ranks the Python process with the most
+        memory; without Python processes itself."""
+        ranks = ranks_in(self.pid)
         if ranks:
             return list(ranks.values())[:MOST_RANKS]
-        sizes = {pid: Host().process(pid).rss_bytes.number or 0 for pid in _python_below(self.pid)}
+        sizes = {
+            pid: Host().process(pid).rss_bytes.number or 0 for pid in _python_processes(self.pid)
+        }
         return [max(sizes, key=lambda pid: sizes[pid], default=self.pid)]
 
     def about(self) -> ProcessFound:
-        tree = _below(self.pid)
+        tree = _process_tree(self.pid)
         return ProcessFound(
             pid=self.pid,
             started_unix_s=_started_unix_s(self.start_ticks),
             user=_user(_owner(self.pid)),
             executable=_link(self.pid, "exe") or self.arguments[0],
             processes=len(tree),
-            ranks=ranks_below(self.pid),
+            ranks=ranks_in(self.pid),
             opens_gpu=_opens_gpu(tree),
             no_stacks=no_stacks(),
         )
 
 
-def find_process(pid: int) -> Stranger:
-    """Return the process `pid`. Raises BadInput if it cannot be watched, with what was found instead."""
+def find_process(pid: int) -> ForeignProcess:
+    """Return the process `pid`. Raises BadInput, with what was found, if it cannot be watched."""
 
     def refused(what: str, hint: str | None = None) -> BadInput:
         return BadInput.expected("--pid", pid, "a running process", what, hint=hint)
@@ -120,7 +123,7 @@ def find_process(pid: int) -> Stranger:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
         raise refused("one that has ended") from None
-    return Stranger(
+    return ForeignProcess(
         pid=pid,
         pidfd=pidfd,
         start_ticks=int(start.number),
@@ -129,8 +132,8 @@ def find_process(pid: int) -> Stranger:
     )
 
 
-def watch_process(run: RunFolder, found: Stranger, notify: str) -> None:
-    """Watch a process until it has ended, or until SIGINT, SIGTERM or SIGHUP ends the watching; `notify` says who gets
+def watch_process(run: RunFolder, found: ForeignProcess, notify: str) -> None:
+    """Watch a process until it ends, or until SIGINT, SIGTERM or SIGHUP ends the watch. `notify`: receivers of
     messages."""
     stop_fd = os.eventfd(0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -160,7 +163,7 @@ def watch_process(run: RunFolder, found: Stranger, notify: str) -> None:
 
 
 def _wait(observer: RunObserver, pidfd: int, stop_fd: int) -> bool:
-    """Observe; return True once the process has ended, False on a request to end the watching."""
+    """Observe until the process ends or a signal asks to end the watch; return whether the process has ended."""
     selector = selectors.DefaultSelector()
     selector.register(pidfd, selectors.EVENT_READ, True)
     selector.register(stop_fd, selectors.EVENT_READ, False)
@@ -187,8 +190,8 @@ def _record_end(observer: RunObserver, pidfd: int) -> None:
 
 
 def exit_code(pid: int, pidfd: int) -> int | None:
-    """Return the exit code of an ended process that is no child, or minus the number of the signal that ended it; None
-    where the kernel does not report it."""
+    """Return the exit code of an ended process that is not a child, or minus the number of the signal that ended it;
+    None if the kernel does not report it."""
     deadline = time.monotonic() + EXIT_STATUS_S
     while True:
         answer = bytearray(struct.pack("=Q56x", _PIDFD_INFO_EXIT))
@@ -203,30 +206,30 @@ def exit_code(pid: int, pidfd: int) -> int | None:
             return os.waitstatus_to_exitcode(status)
         if not (PROC / str(pid)).exists() or time.monotonic() > deadline:
             return None
-        # Its parent is about to reap it, without any notification.
+        # The parent has not reaped it yet, and the kernel does not notify when it does.
         time.sleep(0.01)
 
 
 def no_stacks() -> str:
-    """Return why Python stacks of another process cannot be read, and what to do; empty where they can."""
+    """Return why Python stacks of another process cannot be read, and what to do; empty if they can be read."""
     if find_command("py-spy").value is None:
         return "py-spy is not installed; pip install py-spy"
     reason = may_attach().absent
     return f"{reason}; {LET_ATTACH}" if reason else ""
 
 
-def ranks_below(pid: int) -> dict[str, int]:
-    """Return the ranks in the process tree of `pid`, by RANK. Children of a rank inherit the variable, so the topmost
-    process counts."""
+def ranks_in(pid: int) -> dict[str, int]:
+    """Return the ranks in the process tree of `pid`, by RANK. Children of a rank inherit the variable: the topmost
+    process is the rank."""
     ranks: dict[str, int] = {}
-    for child in _below(pid):
+    for child in _process_tree(pid):
         rank = _environment(child).get("RANK", "")
         if rank.isdecimal():
             ranks.setdefault(rank, child)
     return dict(sorted(ranks.items(), key=lambda item: int(item[0])))
 
 
-def _below(pid: int) -> list[int]:
+def _process_tree(pid: int) -> list[int]:
     """Return `pid` and its descendants, parents before children."""
     try:
         return members(pid, PROC)
@@ -234,8 +237,10 @@ def _below(pid: int) -> list[int]:
         return [pid]
 
 
-def _python_below(pid: int) -> list[int]:
-    return [child for child in _below(pid) if Path(_link(child, "exe")).name.startswith("python")]
+def _python_processes(pid: int) -> list[int]:
+    return [
+        child for child in _process_tree(pid) if Path(_link(child, "exe")).name.startswith("python")
+    ]
 
 
 def _environment(pid: int) -> dict[str, str]:

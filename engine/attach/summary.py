@@ -1,6 +1,6 @@
-"""Summarise a watched command at its end, on one screen: verdict, why, evidence, next step.
+"""Summarise a watched command at its end on one screen: verdict, why, evidence, next step.
 
-Everything comes from the run folder. Values that are missing there are left out or reported as unknown, never guessed.
+All values come from the run folder. Missing values are left out or reported as unknown, never guessed.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ WIDTH = 100
 MOST_LINES = 20
 WHY_LINES = 10
 TEXT_LINES = 4
-"""Maximum number of lines of one text."""
+"""Maximum number of lines of one section."""
 OTHER_THREADS = 3
-"""Maximum number of threads shown besides the main one."""
+"""Maximum number of threads shown in addition to the main thread."""
 LATER = 5
-"""Maximum number of later trainings named."""
+"""Maximum number of later trainings that are named."""
 ALERTS = 3
-"""Maximum number of alerts shown; the others are counted."""
+"""Maximum number of alerts shown; only the number of further alerts is shown."""
 OUTSIDE = "observed from outside only"
 NO_TORCH = (
     "no Python process that imports torch carried the probe: PYTHONPATH did not reach it (Python with -I or -E, "
@@ -79,22 +79,22 @@ def summary_lines(run: RunFolder) -> list[str]:
         return [f"watched: {broken}"]
     first = worst = _Summary(run, follower.view, follower.state)
     for later in first.later:
-        # An earlier training, as of a teacher, must not hide a problem of a later one.
+        # Show the worst training: a healthy first one (a teacher's) must not hide a problem of a later one.
         if later.verdict.level in (WRONG, SUSPECT) and later.severity > worst.severity:
             worst = later
     line = f"{worst.run.name}: " * (worst is not first) + worst.verdict.line
     lines = [
-        *_part("verdict", [line, first.ending()]),
-        *_part("why", first.why())[:WHY_LINES],
-        *_part(
+        *_section("verdict", [line, first.ending()]),
+        *_section("why", first.why())[:WHY_LINES],
+        *_section(
             "evidence", [*(worst.suspicions() if worst is not first else ()), *first.evidence()]
         ),
     ]
-    next_step = _part("next step", [worst.next_step()])
+    next_step = _section("next step", [worst.next_step()])
     return [*lines[: MOST_LINES - len(next_step)], *next_step]
 
 
-def _part(name: str, texts: list[str]) -> list[str]:
+def _section(name: str, texts: list[str]) -> list[str]:
     lines: list[str] = []
     for text in texts:
         indent = f"{'' if lines else name:11}"
@@ -103,7 +103,7 @@ def _part(name: str, texts: list[str]) -> list[str]:
             WIDTH,
             initial_indent=indent,
             subsequent_indent=" " * 11,
-            # Keep paths and commands in one piece, to be copied.
+            # Do not break paths and commands, so that they can be copied.
             break_long_words=False,
             break_on_hyphens=False,
             max_lines=TEXT_LINES,
@@ -224,7 +224,7 @@ class _Summary:
         return lines or ["unknown: too little was recorded to say where the time went"]
 
     def _failure(self) -> str:
-        """Return why the command failed: the exception of its first failed rank, or its own."""
+        """Return why the command failed: the exception of the first rank that failed, or of the script."""
         ended = self.view.script_ended
         if (lost := read_lost_rank(self.run)) is not None:
             return lost.sentence
@@ -234,7 +234,7 @@ class _Summary:
 
     @cached_property
     def later(self) -> list[_Summary]:
-        """The trainings after the first, each with its own run."""
+        """Summaries of the trainings after the first; each has its own run folder."""
         later = []
         for run in find_runs(self.run.path.parent):
             # A broken neighbouring folder must not hide the summary.
@@ -271,7 +271,7 @@ class _Summary:
 
     @property
     def _first_non_finite(self) -> int | None:
-        """Step from which no loss is finite; None where the last known loss is finite."""
+        """First step of the final steps without a finite loss; None if the last known loss is finite."""
         first = None
         steps, losses = self.view.steps.values("step"), self.view.steps.values("loss")
         for step, loss in zip(reversed(steps), reversed(losses), strict=True):
@@ -284,7 +284,7 @@ class _Summary:
 
     @cached_property
     def _shares(self) -> dict[str, float]:
-        """Share of each phase in the time of the steps, without the first step, which includes setup."""
+        """Each phase's share of the total step time, 0 to 1, without the first step, which includes setup."""
         steps = [line.event for line in self.view.lines if isinstance(line.event, StepDone)]
         seconds: dict[str, float] = defaultdict(float)
         for step in steps:
@@ -294,7 +294,7 @@ class _Summary:
         total_s = sum(seconds.values())
         if not total_s > 0:
             return {}
-        # A phase without any time has no hook: no loader was seen.
+        # A phase without any time was never entered, as `data` without a DataLoader.
         return {name: phase_s / total_s for name, phase_s in seconds.items() if phase_s}
 
     def _shares_text(self) -> str:
@@ -356,7 +356,7 @@ class _Summary:
         return list(filter(None, lines))
 
     def _rate(self, name: str) -> str:
-        """Return how much a column counts in a second, without the first step."""
+        """Return a column's sum per second, without the first step."""
         begin = min(1, max(0, len(self.view.steps) - 1))
         columns = (self.view.steps.values(one, begin) for one in (name, "step_s"))
         pairs = [pair for pair in zip(*columns, strict=True) if None not in pair]
@@ -388,7 +388,7 @@ class _Summary:
         )
 
     def _memory_of_process(self, host: HostSample) -> str:
-        """Return the newest memory readings of a process watched from outside, with its descendants."""
+        """Return the newest memory readings of a process watched from outside and its descendants."""
         words = []
         if host.family_rss_bytes is not None:
             count = int(host.family_processes or 1)
@@ -447,7 +447,7 @@ class _Summary:
         return view_command
 
     def _fix(self) -> str:
-        """Return the change of one line that fixes the first problem, and how to test it; empty if there is none."""
+        """Return a change of one line that would fix the first problem, and how to test it; empty if there is none."""
         command = read_command(self.run)
         fixes = [] if command is None else fixes_of(self.view, command)
         fix = next((candidate for candidate in fixes if candidate.ends == self.verdict.id), None)

@@ -1,13 +1,13 @@
-"""`python -m engine.attach.supervisor RUN`: observe a command from a process that is not its parent.
+"""`python -m engine.attach.supervisor RUN`: observe a command from a separate process that is not its parent.
 
-    engine watch --(stdin pipe)--> this process        pid of the command; later, its exit code
+    engine watch --(stdin pipe)--> this process        sends the command's pid, and at the end its exit code
 
 It runs in a separate session, reads the probe's log and the machine, raises alerts, and records how the command ended.
-It signals and stops nothing: if it dies, the command is not affected. If the process that started the command dies
-first, the command continues, and its exit code stays unknown.
+It sends no signal and stops no process: if it dies, the command is not affected. If the process that started the
+command dies first, the command continues, and its exit code stays unknown.
 
-A script that started its own watch (`apr_watch.start`) is at the other end of the pipe: it sends its pid, and OVER when
-it is no longer watched. Its probe logs how it ended.
+A script that watches itself (`apr_watch.start`) is at the other end of the pipe: it sends its pid, and OVER when the
+watch ends. Its probe logs how it ended.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from engine.watch.verdict_line import SUSPECT, WRONG, run_verdict_lines, verdict
 SAMPLE_SECONDS = 1.0
 OVER = b"over\n"
 ENDED_S = 2.0
-"""Maximum delay of the exit code after the end of the command, in seconds."""
+"""Maximum time to wait for the exit code after the end of the command, in seconds."""
 
 
 class _Training:
-    """One run folder of the command, and its observer."""
+    """One training of the command: its run folder and observer."""
 
     def __init__(self, run: RunFolder, pid: int, command: RunFolder) -> None:
-        """Begin to observe. `pid`: the command, or the process that created the folder of a later training; `command`:
+        """Begin to observe. `pid`: the command, or for a later training the process that created its folder; `command`:
         the run folder of the command, to which all processes write their stacks."""
         self.run, self.is_command = run, run == command
         self._watch = LogWriter(run.watch, writer="supervisor")
@@ -68,7 +68,7 @@ class _Training:
         self._seen_over = self.is_recorded = False
 
     def close(self) -> None:
-        # The end of a later training is not that of the command.
+        # The end of a later training is not the end of the command.
         self.observer.close_notices(ended=self.is_command)
         self._watch.close()
         self._device.close()
@@ -78,18 +78,18 @@ class _Training:
         if reading.why:
             self.observer.write_watch(Note(level="warning", text=reading.why))
         if not self.is_recorded and self._is_over():
-            # Wait one tick: the exit code of the command itself arrives shortly after its last line.
+            # Wait one tick: the exit code of the command arrives shortly after the last log line.
             if self._seen_over:
                 self.record_end()
             self._seen_over = True
 
     def _is_over(self) -> bool:
-        """Return whether a training began here and its process no longer writes."""
+        """Return whether a training began in this folder and no process writes its log any more."""
         view = self.observer.watcher.view
         return view.watched is not None and not self.run.liveness().trainer
 
     def record_end(self) -> None:
-        """Record the end of a training whose process is not a child, from its probe's log."""
+        """Record the end of a training by its probe's log, since its process is not a child of this one."""
         if self.is_recorded:
             return
         self.is_recorded = True
@@ -106,7 +106,7 @@ class _Training:
 
 
 def exit_of(view: RunView, pid: int) -> TrainerExited:
-    """Return the end of a training whose exit code is not known."""
+    """Return the end of a training whose exit code is unknown."""
     ended = view.script_ended
     if ended is None:
         state, certainty = ExitState.UNKNOWN, Certainty.NONE
@@ -126,10 +126,10 @@ def exit_of(view: RunView, pid: int) -> TrainerExited:
 
 
 class _Reporter:
-    """Printer of the verdict on the command's own stderr, once for each problem."""
+    """Printer of verdicts on the command's stderr, once for each problem."""
 
     def __init__(self, run: RunFolder, number: int | None) -> None:
-        """`number` is the file descriptor to print to; None prints nothing."""
+        """`number`: file descriptor to print to; None prints nothing."""
         self._run, self._number = run, number
         self._reported: set[str] = set()
 
@@ -137,7 +137,7 @@ class _Reporter:
         if self._number is None or view.watched is None:
             return
         verdict = verdict_of(view, "running", self._run.path)
-        # Leave warnings of rules to the summary: other work on the machine may cause them.
+        # Warnings of rules appear only in the summary: other work on the machine may cause them.
         is_sure = verdict.level == WRONG or verdict.id.startswith(IDENTITY)
         if verdict.level not in (WRONG, SUSPECT) or not is_sure or verdict.id in self._reported:
             return
@@ -151,7 +151,7 @@ class _Reporter:
 
 
 class _Trainings:
-    """Run of the command, and the runs of its later trainings while they last."""
+    """The command's first training, and its later trainings while they run."""
 
     def __init__(self, run: RunFolder, pid: int, report_fd: int | None) -> None:
         about = read_command(run)
@@ -217,11 +217,11 @@ class _Trainings:
 
 
 def supervise(run: RunFolder, report_fd: int | None = None) -> int:
-    """Observe the command of `run` and its later trainings to the end; print problems to the file descriptor
-    `report_fd`, if there is one."""
+    """Observe the command of `run` and its later trainings until they end. `report_fd`: file descriptor to print
+    problems to, or None."""
     for number in (signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    # Unbuffered: bytes in a buffer would not wake the selector.
+    # Use unbuffered input: the selector does not see bytes in a buffer.
     launcher = io.FileIO(sys.stdin.fileno(), closefd=False)
     pid = launcher.readline()
     if not pid.endswith(b"\n"):
@@ -241,10 +241,11 @@ def later_run(run: RunFolder, number: int) -> RunFolder:
 def training_process(
     run: RunFolder, pid: int, view: RunView, rank: Beat | None = None
 ) -> tuple[int, str]:
-    """Return the training process of the command `pid` and the file of its stacks: that of `rank`, the one that has
-    stepped an optimizer, else the newest that has imported torch, else the command.
+    """Return the training process of the command `pid`, and the file of its stacks. It is the first that exists of: the
+    process of `rank`; the process that has stepped an optimizer; the newest living process that has imported torch; the
+    command itself.
 
-    `run` is the folder of the command, to which all write their stacks."""
+    `run` is the run folder of the command, to which all processes write their stacks."""
     if rank is not None:
         pid = rank.pid
     elif view.watched is not None:
@@ -273,7 +274,7 @@ def _about(run: RunFolder) -> str:
 
 
 def _wait_for_end(trainings: _Trainings, launcher: io.FileIO) -> int | None:
-    """Observe until the command has ended; return its exit code, or None if it cannot be known."""
+    """Observe until the command has ended; return its exit code, or None if it is unknown."""
     observer, selector = trainings.command.observer, selectors.DefaultSelector()
     selector.register(launcher, selectors.EVENT_READ, "launcher")
     # If the command has ended already, its launcher sends the exit code.
@@ -286,7 +287,7 @@ def _wait_for_end(trainings: _Trainings, launcher: io.FileIO) -> int | None:
             for key, _ in selector.select(left):
                 if key.data == "launcher" and (line := launcher.readline()).endswith(b"\n"):
                     return None if line == OVER else int(line)
-                # The launcher or the command is gone: the other one may still report.
+                # Either the launcher or the command is gone: the other may still send something.
                 selector.unregister(key.fileobj)
                 if key.data == "launcher" and not trainings.started_own_watch:
                     observer.watch.write(LauncherGone(how="killed"))

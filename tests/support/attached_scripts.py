@@ -529,7 +529,7 @@ for name in ("mark", "forget"):
     say(**with_fault(apr_watch.device_clock.DeviceClock, name, fail, 3))
 say(**with_fault(apr_watch.step, "Log", fail, 1))
 say(**with_fault(apr_watch.step, "claim", fail, 1))
-say(**with_fault(Steps, "optimizer_made", fail, 1))
+say(**with_fault(Steps, "optimizer_created", fail, 1))
 say(**with_fault(Log, "write", fail, 5))
 say(**with_fault(apr_watch.hooks, "_is_below", fail, 7))
 

@@ -1,6 +1,6 @@
 """Start the probe in every Python process under `engine watch`, then run the user's own sitecustomize.
 
-Python imports this file before the user's modules, because its folder leads PYTHONPATH.
+Python imports this file before the user's modules, because its folder is the first in PYTHONPATH.
 """
 
 import os
@@ -21,12 +21,12 @@ def _start() -> None:
 
 
 _start()
-# The import below has to find the user's module, or to fail as it would without us: site.py passes over a missing
-# sitecustomize, and prints what an existing one raises.
+# The import below must find the user's own sitecustomize, or fail as without the probe: site.py ignores a missing
+# module, and prints an exception that the module raises.
 sys.path[:] = [entry for entry in sys.path if entry != _HERE]
 sys.modules.pop("sitecustomize", None)
 try:
     import sitecustomize  # noqa: F401
 finally:
-    # Last, where it can shadow nothing.
+    # As the last entry, it shadows no other module.
     sys.path.append(_HERE)

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from engine.attach.process import exit_code, find_process, ranks_below
+from engine.attach.process import exit_code, find_process, ranks_in
 from engine.errors import BadInput
 from engine.log.events import AnyEvent, ProcessFound, StackDump, TrainerExited
 from engine.log.folder import RunFolder, read_command
@@ -264,7 +264,7 @@ def test_ranks_are_named_by_their_environment_and_not_by_what_they_started(tmp_p
         assert parent.stdout is not None
         pids = [int(parent.stdout.readline()) for _ in range(2)]
         assert parent.stdout.readline() == "all\n"
-        assert ranks_below(parent.pid) == {"0": pids[1], "1": pids[0]}
+        assert ranks_in(parent.pid) == {"0": pids[1], "1": pids[0]}
         found = find_process(parent.pid)
         assert found.trainers() == [pids[1], pids[0]]
         assert found.about().processes == 5

@@ -460,7 +460,7 @@ EXPECTED = {
     "dropout_in_training": {"eval_is_random": (PASS, "")},
     "a_model_that_draws_and_counts": {
         "eval_is_random": (FACT, "draws random numbers in eval mode"),
-        "questions": (FACT, "which was put back"),
+        "questions": (FACT, "they were restored"),
     },
     "a_teacher": {
         "teacher_alignment": (PASS, ""),

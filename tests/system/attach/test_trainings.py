@@ -102,7 +102,7 @@ def test_an_optimizer_made_after_the_first_step_begins_a_training_and_one_made_b
     assert trainings.begin_with(first) and trainings.counts_steps_of(first)
     assert not trainings.begin_with(second) and not trainings.counts_steps_of(second)
     assert not trainings.begin_with(first) and trainings.counts_steps_of(first)
-    trainings.optimizer_made(third)
+    trainings.optimizer_created(third)
     assert (
         trainings.begin_with(third) and trainings.counts_steps_of(third) and trainings.number == 2
     )
@@ -112,10 +112,10 @@ def test_trainings_that_take_turns_are_one_from_then_on() -> None:
     trainings = Trainings()
     first, second, third = optimizers(3)
     trainings.begin_with(first)
-    trainings.optimizer_made(second)
+    trainings.optimizer_created(second)
     assert trainings.begin_with(second)
     assert not trainings.begin_with(first) and trainings.counts_steps_of(first)
-    trainings.optimizer_made(third)
+    trainings.optimizer_created(third)
     assert not trainings.begin_with(third) and not trainings.counts_steps_of(third)
     assert trainings.number == 2
 

@@ -1,40 +1,41 @@
 """The probe of `engine watch`: records every optimizer step of an unmodified PyTorch script.
 
-A script may call it to record more; where it is not watched this does nothing:
+A script may call it to record more values. In a process that is not watched, the calls do nothing:
 
     import apr_watch
 
     apr_watch.log(held_out=2.31, accuracy=0.7)      numbers, or tensors of one element; never raises
 
-Without `engine watch` a script starts its own watch by one of these lines:
+Without `engine watch` a script can watch itself by one of these lines:
 
-    apr_watch.start()                               to the end of the process, or to apr_watch.stop()
+    apr_watch.start()                               until the process ends, or until apr_watch.stop()
     with apr_watch.watch(out="runs/first"):
     WatchCallback()                                 of apr_watch.transformers
     WatchLogger(), WatchTracker()                   of apr_watch.lightning, apr_watch.accelerate
 
-Under `engine watch` the neighbouring `sitecustomize` starts it; it waits for the script to import torch. Until then it
-costs one comparison for each import. Standard library only, Python 3.10 or later; it never imports torch itself.
+Under `engine watch` Python imports `sitecustomize.py` in the parent folder, which starts the probe. The probe waits for
+the script to import torch; until then it costs one comparison for each import. It uses the standard library only, needs
+Python 3.10 or later, and never imports torch itself.
 
     __init__.py      waits for the import of torch
-    line.py          how a line of the script starts the watch
-    callback.py      shared parts of transformers.py, lightning.py and accelerate.py
+    line.py          starts the watch from a line of the script
+    callback.py      code shared by transformers.py, lightning.py and accelerate.py
     hooks.py         hooks in torch, and their removal
     step.py          time, batches and losses of each step
     device_clock.py  phases of a step on the GPU
-    progress.py      steps left, and the batch of the current epoch
-    identities.py    checks of what holds in every healthy training, and the list of their modules
+    progress.py      remaining steps, and the current batch of the epoch
+    identities.py    checks of identities that hold in every healthy training; its docstring lists their modules
     compiles.py      compilations of torch.compile
     memory.py        memory of torch's allocator on a GPU
     settings.py      settings that an experiment changes
-    questions.py     additional calls of the script's models, which change nothing (untouched.py)
+    questions.py     repeated calls of the script's models; untouched.py restores the script's state after them
     stacks.py        stacks of a hanging process
-    values.py        values of tensors, read without making a GPU wait
-    work.py          batches and counters of each step, in a run of an experiment about a failure
+    values.py        values of tensors, read without synchronising with a GPU
+    work.py          batches and counters of each step, in a run of an experiment
     writer.py        lines of the log
 
-The run must never change: no random number is drawn, no stream is synchronised, no thread is started, and no failure
-here reaches the script. A probe that fails removes itself and logs a note. Experiments are the exception:
+The probe must never change a run: it draws no random number, synchronises no stream and starts no thread, and none of
+its exceptions reaches the script. A probe that fails removes itself and logs a note. Experiments are the exception:
 APR_WATCH_STEPS ends the process after a number of steps, APR_WATCH_SLOW_BY lengthens each step, APR_WATCH_SET changes
 settings, and each change is logged.
 """
@@ -45,7 +46,7 @@ import atexit
 import os
 import sys
 
-TYPE_CHECKING = False  # Importing typing would cost as much as all the rest of the start.
+TYPE_CHECKING = False  # Importing typing would take as long as the rest of the probe's start.
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from importlib.machinery import ModuleSpec
@@ -57,30 +58,30 @@ if TYPE_CHECKING:
 
 _started = False
 _hooks: Hooks | None = None
-"""Hooks of this process, once it has imported torch and is watched."""
+"""Hooks of this process; None until it has imported torch, or if it is not watched."""
 _begun: Begun | None = None
-"""Watch that a line of the script started."""
+"""Watch that was started by a line of the script."""
 
 
 def log(**values: Any) -> None:
-    """Record numbers at the last completed optimizer step: `held_out` is plotted with the loss, others are shown by
-    their names; `prompt` and `sample` are texts, a beginning and the model's continuation. A value that is not one
+    """Record numbers at the last completed optimizer step. `held_out` is plotted with the loss, other numbers are shown
+    by name. `prompt` and `sample` are strings: a prompt and the model's continuation. A value that is not a single
     number is recorded as unknown. Only rank 0 records. Does nothing if the process is not watched; raises nothing."""
     if _hooks is not None:
-        _hooks.tell("logged", values)
+        _hooks.call_steps("logged", values)
 
 
 def note(text: str, level: str = "info") -> None:
     """Record a sentence; `level` is `info`, `warning` or `error`."""
     if _hooks is not None:
-        _hooks.tell("noted", level, text)
+        _hooks.call_steps("noted", level, text)
 
 
 class watch:
-    """Context that watches its block, as by `start` and `stop`. Does nothing where the process is watched already."""
+    """Context manager that watches its block, like `start` and `stop`. Does nothing in a process that is watched."""
 
     def __init__(self, out: str = "") -> None:
-        """`out`: the run folder to create, in `runs` if empty."""
+        """`out`: the run folder to create; if empty, a new folder in `runs`."""
         self._out, self._has_started = out, False
 
     def __enter__(self) -> watch:
@@ -100,9 +101,9 @@ class watch:
 
 
 def start(out: str = "") -> None:
-    """Watch this process to its end as `engine watch` does: its optimizer steps, the machine, stalls and its exit.
-    `out` is the run folder to create (`out`-2, ... where it exists), if empty a new one in `runs`. Does nothing where
-    the process is watched already; raises nothing."""
+    """Watch this process until it ends, as `engine watch` does: optimizer steps, machine, stalls and exit. `out` is the
+    run folder to create (`out`-2, ... if it exists); if empty, a new folder in `runs`. Does nothing if the process is
+    already watched; raises nothing."""
     global _begun
     if _started:
         return
@@ -122,7 +123,8 @@ def start(out: str = "") -> None:
 
 
 def stop(error: BaseException | None = None) -> None:
-    """End the watch that `start` began; `error` is what ended it. Does nothing under `engine watch`; raises nothing."""
+    """End the watch that `start` began; `error`: the exception that ended it, if any. Does nothing under
+    `engine watch`; raises nothing."""
     global _started, _hooks, _begun
     if _begun is None:
         return
@@ -140,7 +142,7 @@ def stop(error: BaseException | None = None) -> None:
 
 
 def follow(run: str) -> None:
-    """Record this process's training, if any, in the run folder `run`. Further calls do nothing."""
+    """Record this process's training, if there is one, in the run folder `run`. Only the first call has an effect."""
     global _started
     if _started:
         return
@@ -150,7 +152,7 @@ def follow(run: str) -> None:
         _hook(torch, run)
     else:
         sys.meta_path.insert(0, _TorchFinder(run))
-        atexit.register(_say_failed, run)
+        atexit.register(_record_failure, run)
 
 
 def _hook(torch: ModuleType, run: str) -> None:
@@ -167,8 +169,8 @@ def _hook(torch: ModuleType, run: str) -> None:
         pass
 
 
-def _say_failed(run: str) -> None:
-    """Record the exception that ended the command before it had torch."""
+def _record_failure(run: str) -> None:
+    """Record the exception that ended the script before it imported torch."""
     error = getattr(sys, "last_value", None)
     if _hooks is not None or not _started or error is None:
         return
@@ -184,7 +186,7 @@ def _say_failed(run: str) -> None:
 
 
 class _TorchFinder:
-    """Import finder that finds torch as the other finders do, and hooks it once it has been executed."""
+    """Import finder that finds torch by the other finders, and installs the hooks once torch is imported."""
 
     def __init__(self, run: str) -> None:
         self._run = run
@@ -206,7 +208,7 @@ class _TorchFinder:
 
     def _follow(self, spec: ModuleSpec) -> None:
         # Patch the instance: the loader keeps its type, and the patch is removed once torch is imported.
-        # A spec that is found and never loaded (transformers checks whether torch is installed) changes nothing.
+        # A spec may be found and never loaded (transformers checks whether torch is installed): then nothing changes.
         loader = spec.loader
         execute = getattr(loader, "exec_module", None)
         if execute is None:

@@ -1,4 +1,4 @@
-"""Shared parts of the callbacks of all frameworks: error isolation, and what they record."""
+"""Provide what the callbacks of all frameworks share: isolation of exceptions, and recording."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Guard:
 
 
 def logged(values: Mapping[str, Any], held_out: str) -> None:
-    """Record values that a framework logs; the one named `held_out` is the held-out loss."""
+    """Record values that a framework logs. The value with the name `held_out` is the held-out loss."""
     renamed = {"held_out" if name == held_out else name: value for name, value in values.items()}
     if renamed:
         apr_watch.log(**renamed)

@@ -1,7 +1,7 @@
 """Read the compilations of `torch.compile` from torch's own list (`torch._dynamo.utils`).
 
-The compiler is never imported here: if nothing else has imported it, the script compiles nothing. torch keeps the last
-64 compilations; new ones are read at the end of each step.
+The compiler is never imported here: if it is not imported, the script compiles nothing. torch keeps a list of the last
+64 compilations, which is read at the end of each step.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 WARM_UP_STEPS = 5
-"""Number of steps at whose end compilation is expected: the first compiles, the next recompile for dynamic shapes."""
+"""Number of first steps in which compilation is expected: step 1 compiles, later ones recompile for dynamic shapes."""
 
 
 class Compiles:
@@ -40,7 +40,7 @@ class Compiles:
         if name is not None:
             place = f"{metric('co_filename')}:{metric('co_firstlineno')}"
             self._names[number] = f"{name} ({place})"
-        # The backward pass of a frame is compiled later and has its number, but not its name.
+        # A frame's backward pass is compiled later; its record has the frame's number, but not the name.
         kernel = self._names.get(number, "a frame")
         if metric("is_forward") is False:
             kernel += ", backward"

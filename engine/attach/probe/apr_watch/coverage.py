@@ -1,6 +1,6 @@
-"""Check what the labels of a language model cover: padding and the end of a text; decode a row of them.
+"""Check whether labels of a language model cover padding and the end-of-text token; decode one row of them.
 
-The tokenizer is searched among the objects of the process, once; without one nothing is decoded.
+The tokenizer is searched once among the objects of the process. Without a tokenizer nothing is decoded.
 """
 
 # Shapes: B rows, T tokens of a row, W labels of a row
@@ -16,15 +16,15 @@ from .parameters import PASS, SUSPICION, Line
 _SAMPLED_TOKENS = 256
 """Maximum number of tokens of a row that are decoded."""
 _MIN_RUN = 4
-"""Minimum number of equal labels at the end of a row that count as padding, if other rows have a different number."""
+"""Minimum number of equal labels at the end of a row that may count as padding."""
 _COUNTS = 7
-"""Number of counts in `Coverage.numbers`, before the tokens and labels of the decoded sample."""
+"""Number of counts in `Coverage.numbers`; the tokens and labels of the decoded sample follow them."""
 _MAX_CHARACTERS, _END_CHARACTERS = 160, 24
-"""Maximum length of a sample, and length of each end of a shortened piece, in characters."""
+"""Maximum length of a decoded sample, and length of each end of a shortened passage, in characters."""
 
 
 class Tokenizers:
-    """Tokenizer of the script, if it has one of transformers."""
+    """Tokenizer of transformers that the script uses, if any."""
 
     def __init__(self) -> None:
         self._tokenizer: Any = None
@@ -70,7 +70,7 @@ class Coverage:
         begin: int,
         tokenizers: Tokenizers,
     ) -> None:
-        """Count on the device; `targets_BW[:, w]` are the labels of position `begin + w`."""
+        """Count on the device. `targets_BW[:, w]` are the labels of position `begin + w`."""
         self._tokenizers, self._begin, self._end = tokenizers, begin, tokenizers.end_of_text()
         unlabelled = torch.full((), -1, device=targets_BW.device, dtype=torch.int64)
         labels_BW = targets_BW.where(known_BW, unlabelled)
@@ -87,7 +87,7 @@ class Coverage:
         self._tokens, self._rows = int(tokens_BT[0, :_SAMPLED_TOKENS].numel()), len(labels_BW)
 
     def lines(self, numbers: list[int]) -> list[Line]:
-        """Return the verdicts; `numbers` is `self.numbers` on the host."""
+        """Return the verdicts. `numbers`: `self.numbers` on the host."""
         ends, labelled, *runs = numbers[:_COUNTS]
         lines: list[Line] = []
         if ends > 0:
@@ -110,7 +110,7 @@ class Coverage:
         return lines
 
     def sample(self, numbers: list[int], shift: int) -> str:
-        """Return the first row as text, labelled parts in brackets; empty where no tokenizer was found."""
+        """Return the first row decoded, with labelled tokens in brackets; empty if no tokenizer was found."""
         tokens, labels = numbers[_COUNTS:][: self._tokens], numbers[_COUNTS:][self._tokens :]
         begin = self._begin + shift
         known = [
@@ -139,8 +139,8 @@ class Coverage:
 
 
 def runs_at_end(torch: Any, tokens_BW: Any) -> list[Any]:
-    """Return on the device: the number of rows that end in a long run of one token, the lengths of the shortest and the
-    longest run, whether all long runs repeat the same token, and that token. A number below 0 is no token."""
+    """Return on the device: number of rows that end in a long run of one token, lengths of the shortest and the longest
+    run of all rows, whether all long runs have the same token, and that token. Negative ids are ignored."""
     runs_B, tokens_B = _last_run(torch, tokens_BW)
     long_B = (runs_B >= _MIN_RUN) & (tokens_B >= 0)
     # Indexing by a scalar tensor on a GPU would synchronise.
@@ -150,14 +150,14 @@ def runs_at_end(torch: Any, tokens_BW: Any) -> list[Any]:
 
 
 def is_padding(runs: list[int], rows: int) -> bool:
-    """Return whether the runs at the end of so many rows are padding."""
+    """Return whether runs, as returned by `runs_at_end` for this number of rows, are padding."""
     long_rows, shortest, longest, alike, _ = runs
     return bool(rows > 1 and 2 * long_rows >= rows and shortest < longest and alike)
 
 
 def _last_run(torch: Any, labels_BW: Any) -> tuple[Any, Any]:
-    """Return how often the last label of each row repeats at its end, and that label. The last position may have no
-    label: then the one before it counts."""
+    """Return the length of the run of equal labels at the end of each row, and the label. If the last position has no
+    label, the run ends one position earlier."""
     has_last_B = labels_BW[:, -1] >= 0
     at_end = torch.zeros_like(labels_BW, dtype=torch.bool)
     at_end[:, -1] = ~has_last_B

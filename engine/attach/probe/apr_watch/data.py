@@ -1,7 +1,7 @@
-"""Check which samples a data loader yields in each epoch, by the indices of its sampler.
+"""Check which samples a data loader yields in each epoch, by the indices that its sampler drew.
 
-Only passes that feed the training count. A pass follows the previous one of the same loader, or of a loader over the
-same data that is finished or gone.
+A pass is one iteration over a data loader, complete or not. Only passes that feed the training are judged. Each is
+compared with the previous pass of the same loader, or of a loader over the same data that is exhausted or freed.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from typing import Any
 
 from .parameters import FACT, PASS, SUSPICION, Line
 
-_ORDER, _LEAST = 1024, 8
-"""Maximum and minimum number of indices compared between two passes; fewer may agree by chance."""
+_ORDER, _MIN_INDICES = 1024, 8
+"""Maximum and minimum number of indices that are compared between two passes; fewer may be equal by chance."""
 _CUT = 3
-"""Number of consecutive passes left after their first batch, from which it is reported."""
+"""Number of consecutive passes left after their first batch from which this is reported."""
 _LOADERS = 16
 _AHEAD = 4096
-"""Maximum number of batches that a loader asks for ahead."""
+"""Maximum number of batches that a loader prefetches."""
 _PARTS = 64
-"""Number of indices by which subsets of a data set are distinguished."""
+"""Number of indices that are read to distinguish subsets of a data set."""
 _ROWS, _WIDTH, _BYTES = 8, 1024, 64
-"""Limits of a batch's fingerprint: rows and elements of a row of each tensor, and the minimum size in bytes."""
+"""Limits of a batch's fingerprint: maximum rows of each tensor, maximum elements of a row, minimum size in bytes."""
 _TENSORS, _DIGESTS = 8, 512
 _PIECE, _PIECES, _FACTOR = 8, 8192, 6364136223846793005
-"""Length and maximum number of pieces of a tensor, and the factor of their hashes."""
-_MAX_COMPARED, _DIFFERENT = 64, 4
-"""Maximum number of compared batches of a pass, and the minimum from which they may count as different."""
+"""Length of a hashed chunk, maximum number of chunks of a tensor, and factor of the hash."""
+_MAX_COMPARED, _MIN_COMPARED = 64, 4
+"""Maximum number of batches of a pass that are compared, and minimum for the verdict that they differ."""
 
 
 class Pass:
-    """One pass over a loader."""
+    """One iteration over a data loader."""
 
     def __init__(self, iterator: Any, previous: Pass | None) -> None:
         sampler = iterator._index_sampler
@@ -42,23 +42,24 @@ class Pass:
         self.began = id(iterator._sampler_iter)
         self.sampler_id, self.data = id(sampler), data_of(iterator._dataset)
         self.previous, self.is_again = previous, False
-        """Previous pass over the data, and whether this pass reuses its iterator, with its workers."""
+        """`previous`: previous pass over the data. `is_again`: this pass reuses the previous one's iterator with its
+        workers."""
         self.length = length_of(iterator)
         self.feeds = self.has_ended = False
         self.batches = 0
         """Number of yielded batches."""
         self.cut = 0
-        """Number of consecutive passes, including this one, that were left before their end."""
+        """Number of consecutive passes, including this one, that ended early."""
         self.has_indices = True
-        """Whether the sampler gave integers for all batches so far."""
+        """Whether all indices drawn so far are integers."""
         self.order: list[int] = []
         """First indices of the yielded batches."""
         self.queue: deque[Any] = deque(maxlen=_AHEAD)
-        """Indices that the sampler gave for batches that have not been yielded."""
+        """Indices drawn for batches that have not been yielded yet."""
         self.index: Any = None
         """Indices of the newest batch."""
         self.rows: set[int] = set()
-        """Hashes of rows before a backward pass (`held_out.HeldOut`)."""
+        """Hashes of rows whose batches no backward pass has followed yet (`held_out.HeldOut`)."""
         self.is_evaluated = False
         self._is_compared = False
         self._shuffles, self._sampler = _sampler_of(iterator)
@@ -66,7 +67,7 @@ class Pass:
         self._equal = self._compared = 0
 
     def next_index(self) -> Any:
-        """Return what the sampler gave for the batch that is handed out."""
+        """Return the indices of the batch that is yielded next; None if unknown."""
         return self.queue.popleft() if self.queue else None
 
     def yielded(self) -> None:
@@ -79,19 +80,19 @@ class Pass:
             self.order += (indices or [])[: _ORDER - len(self.order)]
 
     def may_judge(self) -> bool:
-        """Return whether `take` may have a verdict; seldom enough to cost nothing."""
+        """Return whether `take` may return a verdict. True so rarely that `take` costs nothing."""
         batches = self.batches
         return not self._is_compared and (batches == self.length or not batches & (batches - 1))
 
     def take(self) -> list[Line]:
-        """Compare the order of the samples once enough have been yielded."""
+        """Compare the order of the samples, once enough have been yielded."""
         is_last = self.batches == self.length
         if not self.may_judge():
             return []
         return self._order() if self.has_indices and (is_last or len(self.order) == _ORDER) else []
 
     def end(self) -> list[Line]:
-        """End the pass: there is no further batch, or the next pass has begun."""
+        """End the pass, because it is exhausted or the next pass has begun."""
         return self._order() if self.feeds else []
 
     def _order(self) -> list[Line]:
@@ -100,7 +101,7 @@ class Pass:
             return []
         count = min(len(self.order), len(previous.order))
         new, old = self.order[:count], previous.order[:count]
-        if len({*new, *old}) < _LEAST:
+        if len({*new, *old}) < _MIN_INDICES:
             return []
         self._is_compared = True
         numbers = {"samples": count}
@@ -143,7 +144,7 @@ class Pass:
         self._equal += new == old
         if not self.feeds:
             return []
-        if not self._equal and self._compared >= _DIFFERENT:
+        if not self._equal and self._compared >= _MIN_COMPARED:
             text = f"none of {self._compared} batches equals the batch before it"
             return [("repeated_batches", PASS, text, {})]
         if self._equal < 2:
@@ -221,7 +222,7 @@ class Passes:
         return current
 
     def fetched(self, current: Pass, batch: Any, is_sampled: bool) -> list[Line]:
-        """Judge a yielded batch; compare it if `is_due`."""
+        """Judge a yielded batch; compare it with the previous batch if `is_sampled`."""
         if not is_sampled:
             current.pause()
             return current.take()
@@ -235,14 +236,14 @@ class Passes:
         return current.end()
 
     def trained_on(self) -> None:
-        """Record the begin of a backward pass."""
+        """Record that a backward pass begins."""
         if self.latest is not None and not self.latest.feeds:
             self.latest.feeds = True
             self._newest = [*self._newest[1 - _LOADERS :], self.latest]
 
 
 def indices_of(index: Any) -> list[int] | None:
-    """Return the indices that a sampler gave; None where they are no integers."""
+    """Return a batch's indices as a list; None if they are not integers."""
     indices = index if isinstance(index, (list, tuple)) else [index]
     return list(indices) if set(map(type, indices)) <= {int} else None
 
@@ -269,7 +270,7 @@ def data_of(dataset: Any) -> Any:
 
 
 def length_of(iterator: Any) -> int | None:
-    """Return the number of batches of a pass; None where the data does not know its length."""
+    """Return the number of batches of a pass; None if the data has no length."""
     try:
         return len(iterator)
     except Exception:  # noqa: BLE001  a stream has no length, and the script may define __len__
@@ -294,7 +295,7 @@ def _sampler_of(iterator: Any) -> tuple[bool, str]:
     return issubclass(kind, random), name
 
 
-def parts_of(torch: Any, batch: Any) -> list[Any]:
+def items_of(torch: Any, batch: Any) -> list[Any]:
     """Return the batch if it is a tensor, else the items of a mapping, list or tuple."""
     if isinstance(batch, (list, tuple)):
         return list(batch)
@@ -304,7 +305,7 @@ def parts_of(torch: Any, batch: Any) -> list[Any]:
 
 
 def fingerprint_of(torch: Any, batch: Any) -> Any:
-    """Return the bytes of some rows of a batch on the host, as a fingerprint; None where there are too few."""
+    """Return bytes of some rows of a batch on the host as its fingerprint; None if there are too few bytes."""
     pieces = []
     for tensor in _on_host(torch, batch):
         rows = tensor.detach()
@@ -329,9 +330,9 @@ def digests_of(torch: Any, batch: Any) -> list[str]:
     return digests
 
 
-def pieces_of(torch: Any, rows: Any) -> list[int]:
-    """Return a hash of each _PIECE neighbouring values of the rows of a tensor on the host: crops of one text share
-    them."""
+def chunk_hashes(torch: Any, rows: Any) -> list[int]:
+    """Return a hash of each chunk of _PIECE consecutive values in the rows of a tensor on the host. Overlapping crops
+    of one document have chunks in common."""
     for tensor in _on_host(torch, rows):
         if tensor.dim() > 1:
             values = tensor.detach().flatten(1).double().contiguous().view(torch.int64)
@@ -346,7 +347,7 @@ def pieces_of(torch: Any, rows: Any) -> list[int]:
 def _on_host(torch: Any, batch: Any) -> list[Any]:
     return [
         value
-        for value in parts_of(torch, batch)[:_TENSORS]
+        for value in items_of(torch, batch)[:_TENSORS]
         if type(value) is torch.Tensor and value.is_cpu and value.layout == torch.strided
         if value.dim() and value.numel() and not value.is_quantized and not value.is_complex()
     ]

@@ -1,8 +1,8 @@
-"""Measure the phases of a step on the GPU: an event on the training's stream at each boundary of a phase, read once the
-GPU has passed the last one. Nothing waits, and events are reused.
+"""Measure the phases of a step on the GPU: record an event on the training's stream at each boundary of a phase, and
+read them once the GPU has passed the last event. Nothing waits, and events are reused.
 
-The seconds of a phase lie between two events, so they include idle time of the GPU: `data` is how long it idled because
-of the loader, 0 where the host fetched ahead.
+The time between two events includes idle time of the GPU: `data` is how long the GPU idled because of the loader, 0 if
+the host fetched ahead.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 from .values import is_capturing
 
 _MAX_MARKS = 1024
-"""Maximum number of boundaries of a step; the phases of a step with more are unknown."""
+"""Maximum number of phase boundaries in a step; the phases of a step with more are unknown."""
 
 
 class Lap:
-    """Events of one step; `seconds` is empty until they have been read, or if they are unknown."""
+    """Events of one step. `seconds` is empty until the events have been read, and if the phases are unknown."""
 
     def __init__(self, begin: Any, marks: list[tuple[Any, str]], is_whole: bool) -> None:
         self.begin, self.marks, self.is_whole = begin, marks, is_whole
@@ -25,7 +25,7 @@ class Lap:
 
 
 class DeviceClock:
-    """Records the boundaries of phases; called by the thread that trains."""
+    """Recorder of phase boundaries; called by the training thread."""
 
     def __init__(self, torch: Any, phases: tuple[str, ...]) -> None:
         self._torch, self._phases = torch, phases
@@ -34,7 +34,7 @@ class DeviceClock:
         self._stream: Any = None
         self._marks: list[tuple[Any, str]] = []
         self._is_whole = self._is_at_mark = True
-        """Whether all boundaries of this step have an event, and whether the last one has."""
+        """`_is_whole`: all boundaries of this step have an event. `_is_at_mark`: the last boundary has one."""
 
     def mark(self, phase: str) -> None:
         """Record the end or interruption of a phase."""
@@ -45,7 +45,7 @@ class DeviceClock:
         self._is_at_mark = True
         stream = cuda.current_stream()
         if self._stream is not None and stream != self._stream:
-            # The time between events of two streams is no phase.
+            # The time between events on two different streams measures no phase.
             self._is_whole = False
         self._stream = stream
         event = self._free.pop() if self._free else cuda.Event(enable_timing=True)
@@ -60,7 +60,7 @@ class DeviceClock:
         self._is_whole = False
 
     def lap(self, device: Any) -> Lap:
-        """End the step at the last mark, which begins the next step. Its tensors are on `device`."""
+        """End the step at the last mark, which is the begin of the next step. `device`: device of its tensors."""
         known = self._is_whole and bool(self._marks) and self._stream.device == device
         lap = Lap(self._begin, self._marks, known)
         self._begin = self._marks[-1][0] if self._marks and self._is_at_mark else None
@@ -68,7 +68,7 @@ class DeviceClock:
         return lap
 
     def has_passed(self, lap: Lap) -> bool:
-        """Return whether the GPU has passed the step and its seconds are known. Call for laps in their order."""
+        """Return whether the GPU has finished the step, and read its seconds. Call for laps in order."""
         if lap.is_read:
             return True
         if lap.marks and not lap.marks[-1][0].query():
@@ -80,7 +80,7 @@ class DeviceClock:
                 before = event
             lap.seconds = seconds
         lap.is_read = True
-        # The last event is the next step's first.
+        # The last event is also the first event of the next step.
         if lap.begin is not None:
             self._free.append(lap.begin)
         self._free += [event for event, _ in lap.marks[:-1]]

@@ -1,8 +1,8 @@
-"""Find the run folder of a training and this process's rank in it.
+"""Find the run folder of a training and this process's rank.
 
-The first training under `engine watch` has the command's folder RUN. A later one, of the same process or of another (a
-sweep that starts children), has a folder next to it: RUN-2, RUN-3, ... The ranks of a training share its folder: rank 0
-writes the log, each rank a file with its progress.
+The first training under `engine watch` uses the command's folder RUN. Later trainings, in the same process or in others
+(a sweep that starts child processes), use folders next to it: RUN-2, RUN-3, ... The ranks of a training share its
+folder: rank 0 writes the log, and each rank writes a file with its progress.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ def rank_and_world(torch: Any) -> tuple[int, int]:
 
 
 class Position:
-    """Rank of this process and number of ranks. Asking torch takes some microseconds, so they are read again only when
-    a script may have joined a process group since: at a new optimizer or pass over data, and before a first step."""
+    """Rank of this process and number of ranks. Reading them from torch takes some microseconds, so that they are read
+    only when a script may have joined a process group: at a new optimizer, at the begin of an epoch, and before the
+    first step."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
@@ -47,8 +48,9 @@ class Position:
 
 
 def claim(run: str, training: int, world: int) -> str:
-    """Return the folder of a training of this process; create it for a later training. Raises OSError."""
-    # Ranks share their parent, the launcher; a restart by torchrun begins another training.
+    """Return the folder of a training of this process; create the folder if the training is a later one. Raises
+    OSError."""
+    # All ranks have the same parent process, the launcher. A restart by torchrun begins another training.
     owner = f"{os.getpid()}"
     if world > 1:
         owner = f"ranks of {os.getppid()}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -62,8 +64,8 @@ def claim(run: str, training: int, world: int) -> str:
 
 
 def claim_failed(run: str) -> bool:
-    """Return whether this process is the command itself and no training has begun, so that its exception ends the
-    command. Raises OSError."""
+    """Return whether this process is the watched command itself and no training has begun. Then an exception that ends
+    this process is the end of the command. Raises OSError."""
     if os.environ.get(_PARENT) != str(os.getppid()):
         return False
     own_line = f"{os.getpid()}, without a training\n"
@@ -71,7 +73,7 @@ def claim_failed(run: str) -> bool:
 
 
 def _create_or_check(folder: str, run: str) -> bool:
-    """Create the folder of a later training; return whether it exists and belongs to `run`."""
+    """Create the folder of a later training, unless it exists; return whether it exists now and belongs to `run`."""
     settings = os.path.join(folder, SETTINGS)
     try:
         os.mkdir(folder)
@@ -107,7 +109,7 @@ def fill(folder: str, settings: dict[str, Any]) -> None:
 
 
 def _owner(folder: str, own_line: str) -> str:
-    """Return the owner of a folder; claim it as `mine` if it has none."""
+    """Return the owner of a folder; if it has none, write `own_line` as its owner."""
     path = os.path.join(folder, "owner")
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -144,8 +146,8 @@ def _is_over(folder: str) -> bool:
 
 
 def record_lost(folder: str, rank: int, ended: dict[str, Any]) -> None:
-    """Record the exception that ended this rank, unless another rank ended before, which is then the cause
-    (`LostRank` of `engine/log/beats.py`)."""
+    """Record the exception that ended this rank, unless another rank ended before: the first is the cause (`LostRank`
+    of `engine/log/beats.py`)."""
     pid = os.getpid()
     message = f": {ended['message']}" if ended["message"] else ""
     text = (
@@ -157,8 +159,9 @@ def record_lost(folder: str, rank: int, ended: dict[str, Any]) -> None:
 
 
 class Beat:
-    """Progress of a rank, as in `engine/log/beats.py`: process, completed steps, begun backward passes and updates. All
-    ranks begin them in the same order, so the rank that the others wait for has begun fewer."""
+    """Writer of a rank's progress, in the format of `engine/log/beats.py`: process, completed steps, and the number of
+    backward passes and updates begun. If a rank hangs, its number is smaller than that of the ranks that wait for
+    it."""
 
     def __init__(self, folder: str, rank: int) -> None:
         os.makedirs(os.path.join(folder, "ranks"), exist_ok=True)
@@ -169,13 +172,13 @@ class Beat:
         self._begun = 0
 
     def begun(self, step: int) -> None:
-        """Record the begin of a backward pass or an update after `step` steps."""
+        """Record that a backward pass or an update begins after `step` steps."""
         self._begun += 1
         self.done(step)
 
     def done(self, step: int) -> None:
         status = os.fstat(self._fd)
-        # The script may have closed all files and reused the descriptor.
+        # The script may have closed all descriptors, and the number may now belong to another file.
         if (status.st_dev, status.st_ino) == self._file:
             os.pwrite(self._fd, _BEAT.pack(os.getpid(), step, self._begun), 0)
 

@@ -1,12 +1,12 @@
-"""Check that a step uses the gradients of its own backward passes, all of them and no others.
+"""Check that a step uses exactly the gradients of the backward passes since the previous step.
 
-Chain: whether a step's gradients still contain those of the previous step, because nothing zeroed them. Some rows of
-the gradients are copied after a step, before and after each backward pass, and before the next step. The chain breaks
-if there are no gradients at one of these points, or if something other than a backward pass changed them; the rest of
-the step then costs one comparison.
+Chain: whether a step's gradients still contain those of the previous step, because the script did not zero them. Some
+rows of the gradients are copied after a step, before and after each backward pass, and before the next step. The chain
+breaks if there are no gradients at one of these points, or if something other than a backward pass changed them; then
+nothing more is copied in this step.
 
-Windows: whether steps with gradient accumulation take whole windows. At every backward pass a few gradients are checked
-for existence and version, without reading their values.
+Windows: whether with gradient accumulation each step uses a complete window of backward passes. At every backward pass
+the existence and version of a few gradients are read, not their values.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _MAX_PASSES = 16
 
 
 class Chain:
-    """Comparison of one optimizer's gradients from one step to the next."""
+    """Check of whether one optimizer's gradients at a step contain the previous step's gradients."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
         self.is_open = self._is_broken = False
-        """`is_open`: the chain may still hold. `_is_broken`: certainly no gradient of the previous step is left."""
+        """`is_open`: the gradients may still contain the previous step's. `_is_broken`: they certainly do not."""
         self._sample: Sample | None = None
         self._points: list[Any] = []
         """Sampled gradients after the previous step, and before and after each backward pass since."""
         self._steps = 0
-        """Consecutive steps that contained the gradients of the previous step."""
+        """Number of consecutive steps whose gradients contained the previous step's."""
 
     def begin(self, optimizer: Any) -> None:
         """Start the chain after a step."""
@@ -44,11 +44,11 @@ class Chain:
         self.sample()
 
     def leave(self) -> None:
-        """Stop judging: something cannot be observed."""
+        """Stop judging, because something cannot be observed."""
         self.is_open = self._is_broken = False
 
     def sample(self) -> None:
-        """Copy the gradients before and after a backward pass."""
+        """Copy the gradients at the begin or end of a backward pass."""
         gradients = self._sample and self._sample.read("grad")
         if self._sample is None or gradients is None or len(self._points) > 2 * _MAX_PASSES:
             self.leave()
@@ -58,7 +58,7 @@ class Chain:
             self.is_open, self._is_broken = False, True
 
     def end(self, sampled: SampledStep) -> None:
-        """Have the chain judged before the next step, if that can be known."""
+        """Have the chain judged before the next step, if it was observed to the end."""
         if self.is_open:
             self.sample()
         if self._is_broken:
@@ -72,11 +72,11 @@ class Chain:
                 points,
             )
         self._points = []
-        # This step does not show that a later one has a chain.
+        # Judging starts again with the next `begin`.
         self.leave()
 
     def _holds(self, first: Any, *others: Any) -> bool:
-        """Return whether the gradients before a step still contain those after the previous one."""
+        """Return whether the gradients before a step still contain those after the previous step."""
         *passes, newest = others
         before_passes, after_passes = passes[::2], passes[1::2]
         equal = self._torch.equal
@@ -109,36 +109,36 @@ class Chain:
 _MAX_WATCHED = 4
 """Number of parameters of an optimizer whose gradients are checked at every backward pass."""
 _SETTLED = 3
-"""Number of steps with the same number of backward passes that establish the size of a window."""
+"""Number of steps with the same number of backward passes from which this number is taken as the window size."""
 _WHOLE = 64
-"""Number of first steps of one backward pass each, after which a training accumulates nothing that could be cut."""
+"""Number of first steps with one backward pass each after which the training counts as one without accumulation."""
 
 
 class Windows:
-    """Backward passes between the steps of one optimizer.
+    """Windows of backward passes between the steps of one optimizer.
 
-    A window cut short by the end of an epoch may be stepped as it is. It is reported if its gradients are removed,
-    become part of the next window, or are left at the end of the training.
+    A window that the end of an epoch cuts short may be used in a step as it is. It is reported if its gradients are
+    zeroed unused, are added to the next window, or are left at the end of the training.
     """
 
     def __init__(self) -> None:
         self.is_open = True
         self._watched: list[weakref.ref[Any]] = []
         self._marks: list[Any] = []
-        """Identity and version of each gradient, which change when it is written; None without a gradient."""
+        """Identity and version of each gradient tensor, which change when it is written; None without a gradient."""
         self._passes = self._removed = 0
-        """Backward passes since the last step whose gradients exist, and whose gradients were removed."""
+        """Numbers of backward passes since the last step whose gradients exist, and whose gradients were zeroed."""
         self._are_taken = False
-        """Whether another optimizer stepped after these passes: they may belong to that optimizer alone."""
+        """Whether another optimizer stepped after these passes: the passes may belong to that optimizer."""
         self._has_ended = False
         """Whether an epoch has ended since the last step."""
         self._counts: Counter[int] = Counter()
         self._steps = 0
         self._long = 0
-        """Passes of the previous step, if they exceed a window; else 0."""
+        """Number of passes of the previous step if it exceeded a window; else 0."""
 
     def leave(self) -> None:
-        """Stop judging: something cannot be observed."""
+        """Stop judging, because something cannot be observed."""
         self.is_open = False
 
     def data_ended(self) -> None:
@@ -151,7 +151,7 @@ class Windows:
         marks = self._read_marks()
         if self._passes and marks != self._marks:
             if any(mark is not None for mark in marks):
-                # They were zeroed in place, scaled or clipped; which of these is unknown.
+                # The gradients were zeroed in place, scaled or clipped; which is unknown.
                 self.leave()
             self._removed += 0 if self._are_taken else self._passes
             self._passes, self._are_taken = 0, False
@@ -174,14 +174,15 @@ class Windows:
 
     @property
     def may_change(self) -> bool:
-        """Whether later events can change the verdict: it is judged, and has passes left or a living optimizer."""
+        """Whether later events can change the verdict: judging has not stopped, and unused passes or the optimizer
+        exist."""
         return self.is_open and (
             self._passes > 0 or all(ref() is not None for ref in self._watched)
         )
 
     @property
     def _usual(self) -> int:
-        """Number of passes of a window; 0 where that is not known."""
+        """Number of passes in a window; 0 if unknown."""
         usual, times = max(self._counts.items(), key=lambda one: one[1], default=(0, 0))
         return usual if times >= _SETTLED and 2 * times >= self._steps else 0
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 _NEAR = 300
-"""Maximum number of nodes read from a backward pass: enough to reach the logits of several losses."""
+"""Maximum number of nodes that are read of a backward pass, enough to reach the logits of several losses."""
 _SHAPES = frozenset(
     f"{name}Backward{number}"
     for name in (
@@ -33,14 +33,14 @@ _SHAPES = frozenset(
     )
     for number in (0, 1, 2)
 )
-"""Nodes that keep the values: they reshape, copy or select."""
+"""Nodes that do not change values: they reshape, copy or select."""
 CROSS_ENTROPIES = ("NllLossBackward0", "NllLoss2DBackward0")
 POINTWISE = ("MseLossBackward0", "L1LossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0")
 _PARTS = ("SliceBackward0", "IndexBackward0", "IndexSelectBackward0", "MaskedSelectBackward0")
 
 
 def below(roots: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
-    """Yield some nodes and those below them, nearest first, each with the nodes on the way to it."""
+    """Yield nodes and their inputs by breadth-first search from `roots`, each with the nodes on the path to it."""
     above: dict[Any, Any] = dict.fromkeys(roots)
     pending = deque(above)
     while pending and len(above) < _NEAR:
@@ -57,7 +57,7 @@ def below(roots: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
 
 
 def saved(node: Any, name: str) -> Any:
-    """Return a tensor saved by autograd; None if hooks would recompute it or copy it from elsewhere."""
+    """Return a tensor saved by autograd; None if saved-tensor hooks would recompute it or copy it from the host."""
     raw = getattr(node, f"_raw_saved_{name}", None)
     if raw is None or getattr(raw, "unpack_hook", raw) is not None:
         return None
@@ -65,15 +65,15 @@ def saved(node: Any, name: str) -> Any:
 
 
 def labels_of(node: Any) -> tuple[Any, int]:
-    """Return the labels of a cross entropy, None where they cannot be read, and the ignored label."""
+    """Return the labels of a cross entropy (None if they cannot be read) and the ignored label."""
     ignored = int(node._saved_ignore_index)
-    # Autograd keeps the index as an unsigned 64-bit integer.
+    # Autograd returns the index as an unsigned 64-bit integer.
     return saved(node, "target"), ignored - (1 << 64) * (ignored >= 1 << 63)
 
 
 def places(node: Any) -> tuple[Any, int, int] | None:
-    """Return for a node that selects rows: the indices or mask, the number of rows, and the number selected; None where
-    that is unknown."""
+    """Return for a node that selects rows: indices or mask, number of rows, and number of selected rows; None if
+    unknown."""
     if type(node).__name__ == "IndexSelectBackward0":
         index, sizes = saved(node, "index"), node._saved_self_sym_sizes
         dims = 1 if node._saved_dim == 0 else 0
@@ -98,7 +98,7 @@ def places(node: Any) -> tuple[Any, int, int] | None:
 
 
 def source(node: Any) -> tuple[Any, list[Any]]:
-    """Return the node that computed the input of `node`, and the nodes in between that select a part of it."""
+    """Return the node that computed the input of `node`, and the selecting nodes between the two."""
     selections = []
     node = first(node)
     while node is not None and type(node).__name__ in _SHAPES:
@@ -109,12 +109,12 @@ def source(node: Any) -> tuple[Any, list[Any]]:
 
 
 def first(node: Any) -> Any:
-    """Return the node of the first input that has one."""
+    """Return the node of the first input that has a gradient."""
     return next((child for child, _ in node.next_functions if child is not None), None)
 
 
 def weight(way: list[Any]) -> float:
-    """Return the product of the factors on the way; means and divisions by counts are ignored."""
+    """Return the product of the scalar factors on a path; means and divisions by counts are ignored."""
     product = 1.0
     for node in way:
         if type(node).__name__.startswith("MulBackward"):
@@ -123,7 +123,7 @@ def weight(way: list[Any]) -> float:
 
 
 def scalar(node: Any) -> float:
-    """Return the number that a node multiplies or divides by; 1 if it is no number or on a GPU."""
+    """Return the scalar that a node multiplies or divides by; 1 if it is not a scalar or is on a GPU."""
     other = getattr(node, "_saved_other", None)
     if isinstance(other, (int, float)):
         return float(other)

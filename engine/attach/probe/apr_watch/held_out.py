@@ -1,8 +1,8 @@
-"""Check whether evaluations read samples that were trained on, by a hash of some elements of each row of a batch.
+"""Check whether evaluations read training samples, by a hash of some elements of each row of a batch.
 
-A pass over a loader is an evaluation if no backward pass follows its batches, gradients are off or the model is in eval
-mode at one of them, and it reads more than the first batch of data that is trained on. A sample with random
-augmentation counts as a different sample each time.
+A pass over a data loader is an evaluation if no backward pass follows its batches, and for one of its batches gradients
+are disabled or the model is in eval mode. A pass that ends after the first batch of the training data is left out. With
+random augmentation, a sample counts as a different one each time.
 """
 
 from __future__ import annotations
@@ -11,38 +11,38 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from .data import Pass, parts_of
+from .data import Pass, items_of
 from .parameters import FACT, PASS, SUSPICION, Line
 
 _MAX_ROWS = 1 << 15
-"""Maximum number of rows that are kept of the training, and of an evaluation: some megabytes."""
+"""Maximum number of row hashes kept for the training, and for each evaluation: some megabytes."""
 _ELEMENTS = 64
-"""Maximum number of elements that are hashed of a row."""
+"""Maximum number of elements of a row that are hashed."""
 _MIN_BYTES = 16
 """Minimum size of a hashed row in bytes; smaller rows may be equal by chance."""
 _MIN_SHARED, _MIN_SHARE = 8, 0.05
-"""Minimum number and share of an evaluation's samples that were trained on, to be reported."""
+"""Minimum number and minimum share of an evaluation's samples that must be training samples to be reported."""
 _MAX_SECONDS = 1.0
 """Time limit for hashing all rows of a process, in seconds."""
 
 
 class HeldOut:
-    """Rows of all data loaders of the process, split by whether a backward pass followed."""
+    """Hashes of training rows and of evaluated rows, from all data loaders of the process."""
 
     def __init__(self, torch: Any, is_evaluating: Callable[[], bool]) -> None:
         self._torch, self._is_evaluating = torch, is_evaluating
         self._left_s = _MAX_SECONDS
         self.batches = self._hashed = 0
-        """Number of batches of the training, and of those whose rows were hashed."""
+        """`batches`: number of training batches; `_hashed`: number of those whose rows were hashed."""
         self._trained: set[int] = set()
         self._trained_data: Any = None
-        """Key of the data that was trained on last."""
+        """Key of the most recent training data (`data.data_of`)."""
         self._latest: Pass | None = None
         self._evaluations: list[Pass] = []
-        """Passes without a backward pass since the last one."""
+        """Evaluations since the last backward pass."""
 
     def forget(self) -> list[Line]:
-        """Forget the training rows: another training may begin, of another fold as in cross validation."""
+        """Forget the training rows and return the last verdict: another training may begin, as in cross validation."""
         self._leave()
         lines = self.judge()
         self._trained = set()
@@ -64,7 +64,7 @@ class HeldOut:
             self._hashed += loader_pass.feeds
 
     def trained_on(self) -> list[Line]:
-        """Record the begin of a backward pass; return the verdict on the evaluations before it."""
+        """Record that a backward pass begins; return the verdict on the evaluations before it."""
         loader_pass = self._latest
         if loader_pass is not None:
             self._trained_data = loader_pass.data
@@ -74,7 +74,7 @@ class HeldOut:
         return self.judge() if self._evaluations else []
 
     def asked_for(self, iterator: Any) -> None:
-        """Record a request for a batch: the batch before it was processed."""
+        """Record that a batch is requested: the previous batch has been processed."""
         if self._latest is not None and self._latest.of() is iterator:
             self._check_evaluation()
 
@@ -104,7 +104,7 @@ class HeldOut:
             self._evaluations.append(loader_pass)
 
     def judge(self) -> list[Line]:
-        """Return the verdict on the complete evaluations since the last call."""
+        """Return the verdict on the evaluations that have ended since the last call."""
         counts = [
             (len(loader_pass.rows & self._trained), len(loader_pass.rows))
             for loader_pass in self._evaluations
@@ -127,16 +127,16 @@ class HeldOut:
         if hashed < 1:
             text = f"at least {text}"
         if not all(is_shared):
-            # Many scripts also evaluate on training data on purpose.
+            # Many scripts evaluate on training data too, on purpose.
             return [("held_out", FACT, f"{text}, and those of another evaluation had not", numbers)]
         return [("held_out", SUSPICION, text, numbers)]
 
 
 def _hashes(torch: Any, batch: Any) -> list[int]:
-    """Return hashes of the rows of a batch on the host, without rows of one repeated number."""
+    """Return hashes of the rows of a batch on the host, without rows whose elements are all equal."""
     tables = [
         tensor
-        for tensor in parts_of(torch, batch)
+        for tensor in items_of(torch, batch)
         if type(tensor) is torch.Tensor and tensor.dim() > 1
     ]
     rows = max(tables, key=lambda tensor: tensor.numel(), default=None)

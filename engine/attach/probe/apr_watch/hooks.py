@@ -1,8 +1,8 @@
-"""Hook torch's optimizers, backward, clipping, gradient scaler and data loader.
+"""Install hooks in torch: optimizers, `backward`, gradient clipping, gradient scaler and data loader.
 
-Each wrapper returns what the original returns and lets its exceptions through. While `torch.compile` traces, a wrapper
-only calls its original, so no probe code enters a graph. Probe frames that run between two graphs are marked so that
-the compiler skips them.
+Each wrapper returns the original's result and passes on its exceptions. While `torch.compile` traces, a wrapper only
+calls the original function, so that no probe code enters a graph. Probe functions called at a graph break are marked so
+that the compiler skips them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .writer import NotTheWriter
 
 
 class Hooks:
-    """Hooks installed in this process, and how to remove them."""
+    """Hooks installed in this process, and their removal."""
 
     def __init__(self, torch: Any, folder: str) -> None:
         self._torch = torch
@@ -38,7 +38,7 @@ class Hooks:
     def install(self) -> None:
         optimizers = sys.modules.get("torch.optim.optimizer")
         if not hasattr(optimizers, "register_optimizer_step_post_hook"):
-            return  # an older torch without global step hooks
+            return  # older versions of torch have no global step hooks
         steps, after, self._on = self._steps, self._after, True
         clipping = getattr(sys.modules.get("torch.nn.utils.clip_grad"), "clip_grad_norm_", None)
         clipped = after(steps.clipped)(clipping)
@@ -46,14 +46,19 @@ class Hooks:
         scaler = "torch.amp.grad_scaler", "GradScaler"
         try:
             for module, owner, name, wrap in (
-                ("torch.optim.optimizer", "Optimizer", "__init__", after(steps.optimizer_made)),
-                ("torch.optim.lr_scheduler", "LRScheduler", "__init__", after(steps.schedule_made)),
-                # `Tensor.backward` calls it.
+                ("torch.optim.optimizer", "Optimizer", "__init__", after(steps.optimizer_created)),
+                (
+                    "torch.optim.lr_scheduler",
+                    "LRScheduler",
+                    "__init__",
+                    after(steps.schedule_created),
+                ),
+                # `Tensor.backward` calls `torch.autograd.backward`.
                 ("torch.autograd", "", "backward", self._wrap_backward),
                 ("torch.nn.utils.clip_grad", "", "clip_grad_norm_", lambda _: clipped),
                 ("torch.nn.utils", "", "clip_grad_norm_", lambda _: clipped),
                 (*iterator, "__next__", self._wrap_next),
-                (*iterator, "_next_index", after(steps.samples_asked_for)),
+                (*iterator, "_next_index", after(steps.indices_drawn)),
                 (*scaler, "scale", after(steps.scaled)),
                 (*scaler, "update", after(steps.scaler_updated)),
             ):
@@ -68,12 +73,12 @@ class Hooks:
         atexit.register(self._finish)
         self._change_settings()
 
-    def tell(self, method: str, *arguments: Any) -> None:
-        """Call a method of the steps, by its name."""
+    def call_steps(self, method: str, *arguments: Any) -> None:
+        """Call a method of `Steps` by its name."""
         self._guarded(getattr(self._steps, method), *arguments)
 
     def stop(self, error: BaseException | None) -> None:
-        """Stop watching the process; `error` is what ended the watched block."""
+        """Stop watching the process; `error`: the exception that ended the watched block, if any."""
         self._on = False
         self.remove()
         atexit.unregister(self._finish)
@@ -82,21 +87,21 @@ class Hooks:
             self._steps.log.close()
 
     def _change_settings(self) -> None:
-        """Apply the settings of an experiment; log what torch refuses and let the script go on."""
+        """Apply the settings of an experiment. If torch refuses one, log that and let the script continue."""
         try:
-            settings.apply(self._torch, functools.partial(self.tell, "log_event"))
+            settings.apply(self._torch, functools.partial(self.call_steps, "log_event"))
         except Exception as error:  # noqa: BLE001  the script's own import of torch has succeeded
-            self.tell("noted", "error", f"--set failed: {type(error).__name__}: {error}")
+            self.call_steps("noted", "error", f"--set failed: {type(error).__name__}: {error}")
 
     def remove(self) -> None:
-        """Restore the originals. A wrapper that the script has wrapped in turn stays and only calls its original."""
-        # torch iterates over its hooks during a step: they must not change then.
+        """Restore the original functions. A wrapper that the script has wrapped stays and only calls the original."""
+        # During a step torch iterates over its hooks, which must not change then.
         if not _is_below(sys._getframe(1), self._step_code):
             while self._undo:
                 self._undo.pop()()
 
     def _replace(self, module: str, class_name: str, name: str, wrap: Callable[[Any], Any]) -> None:
-        """Wrap a function of a module, or of its `part`, where the script has imported it."""
+        """Wrap a function of a module, or a method of its class `class_name`, if the module is imported."""
         owner = sys.modules.get(module)
         owner = getattr(owner, class_name, None) if class_name else owner
         original = getattr(owner, name, None)
@@ -123,8 +128,8 @@ class Hooks:
         def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             if not is_compiling():
                 self._guarded(self._after_step, sys._getframe(1), optimizer)
-                if self._on and self._steps.are_enough:
-                    # End as the script itself would: its finally blocks and exit handlers run, its exit code is 0.
+                if self._on and self._steps.has_reached_limit:
+                    # Exit by an exception: the script's finally blocks and exit handlers run, the exit code is 0.
                     sys.exit(0)
 
         self._undo += [
@@ -140,7 +145,7 @@ class Hooks:
 
     def _after_step(self, caller: FrameType, optimizer: Any) -> None:
         self._steps.identities.step_ends(optimizer)
-        # An optimizer that steps another one, or whose step calls its parent's, is one optimizer.
+        # A step that calls the step of another optimizer or of its parent class counts as one step.
         if not _is_below(caller.f_back, caller.f_code):
             self._steps.optimizer_ends(optimizer)
             if not self._frameworks_hooked:
@@ -148,7 +153,7 @@ class Hooks:
                 self._hook_frameworks()
 
     def _hook_frameworks(self) -> None:
-        """Hook the frameworks imported by the first step: they may know the total number of steps."""
+        """Hook the frameworks that are imported by the first step: they know the planned number of steps."""
         begun, called = self._after(self._begun_by_trainer), self._after(self._called_by_lightning)
         handler = "transformers.trainer_callback", "CallbackHandler"
         self._replace(*handler, "on_step_begin", begun)
@@ -167,7 +172,7 @@ class Hooks:
             self._steps.planned(steps_left_of_lightning(trainer))
 
     def _after(self, then: Callable[..., None]) -> Callable[[Any], Any]:
-        """Return a decorator: `then` is called after a function, with its result and its arguments."""
+        """Return a decorator that calls `then` after a function, with the function's result and arguments."""
         is_compiling = self._is_compiling
 
         def wrap(original: Any) -> Any:
@@ -229,7 +234,7 @@ class Hooks:
         return self._on
 
     def _guarded(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """Call a function of the probe. If it raises, remove the probe, leave the script alone and return None."""
+        """Call a function of the probe. If it raises, remove the probe, do not disturb the script and return None."""
         if not self._on:
             return None
         try:
@@ -246,7 +251,7 @@ class Hooks:
         return None
 
     def _finish(self, error: BaseException | None = None) -> None:
-        # Also after a failure: steps whose values were still pending are valid.
+        # Finish after a failure too: steps whose values are pending are valid.
         try:
             self._steps.finish(error)
         except Exception:  # noqa: BLE001  the probe must not change the script's exit code
@@ -263,7 +268,7 @@ class Hooks:
 
 
 def _is_below(frame: FrameType | None, code: CodeType | None) -> bool:
-    """Return whether `frame` or a caller of it runs this code."""
+    """Return whether `frame` or one of its callers runs this code."""
     while frame is not None and code is not None:
         if frame.f_code is code:
             return True
@@ -272,7 +277,7 @@ def _is_below(frame: FrameType | None, code: CodeType | None) -> bool:
 
 
 def _is_of_a_signal_handler(error: Exception) -> bool:
-    """Return whether a signal handler of the script raised this error while the probe ran."""
+    """Return whether a signal handler of the script raised this exception while the probe ran."""
     handlers = (signal.getsignal(number) for number in signal.valid_signals())
     codes = {getattr(handler, "__code__", None) for handler in handlers} - {None}
     trace = error.__traceback__
@@ -284,8 +289,8 @@ def _is_of_a_signal_handler(error: Exception) -> bool:
 
 
 def _skip_when_compiling(torch: Any) -> None:
-    """Make the compiler skip the probe's frames at graph breaks, so that graphs and their number do not change. The
-    originals that the wrappers call are compiled, or not, as without the probe."""
+    """Make the compiler skip the probe's frames at graph breaks, so that the script's graphs do not change. The
+    original functions that the wrappers call are compiled or skipped as without the probe."""
     compiler = torch._C._dynamo.eval_frame
     if hasattr(compiler, "set_code_exec_strategy"):
         skip, default = compiler._FrameAction.SKIP, compiler._FrameAction.DEFAULT
@@ -311,7 +316,7 @@ def _skip_when_compiling(torch: Any) -> None:
 
 
 def _codes(*objects: Any) -> set[CodeType]:
-    """Return the code objects of the probe's functions and methods, with the functions inside them."""
+    """Return the code objects of the probe's functions and methods, and of functions nested in them."""
     codes: set[CodeType] = set()
     for member in objects:
         if not getattr(member, "__module__", "").startswith(__package__ or ""):

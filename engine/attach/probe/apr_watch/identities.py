@@ -1,21 +1,22 @@
-"""Check identities that hold in every healthy training, at sampled steps: the first three of an optimizer, then those
-whose number is a power of two. `engine/catalogue.py` has their names and remedies.
+"""Check identities that hold in every healthy training, at sampled steps: an optimizer's first three steps, then each
+step whose number is a power of two. `engine/catalogue.py` has the identities' names and remedies.
 
     gradient  the gradients of a step come from its own backward passes (gradients.py), each loss counts once in their
               mean, clipping happens where it has an effect (scaling.py), and labelled tokens weigh the same
               (token_weights.py)
-    loss      it is a cross entropy of the next tokens of all rows (losses.py, coverage.py), or a divergence from a
-              different model, scaled by its temperature (distillation.py); both read the autograd graph (graph.py), as
-              does the search for mistakes next to any loss (pitfalls.py)
+    loss      the loss is a cross entropy of the next tokens of all rows (losses.py, coverage.py), or a divergence from
+              a different model with the right factor for its temperature (distillation.py); common mistakes in the
+              operations next to a loss are absent (pitfalls.py); all are read from the autograd graph (graph.py)
     data      dropout and batch norm are in training mode in training and in eval mode in evaluations (modes.py), data
-              loaders yield what their samplers promise (data.py), evaluations read held-out samples (held_out.py)
-    ranks     they hold the same weights and read different data (ranks.py)
+              loaders yield the samples that their samplers drew (data.py), evaluations read held-out samples
+              (held_out.py)
+    ranks     ranks hold the same weights and read different data (ranks.py)
     update    the weights move and nothing else writes them (movement.py, sampled.py), the learning rate schedule
               advances with the steps (schedule.py), and optimizers hold the parameters that backward passes reach
               (parameters.py)
 
-Every other step costs one comparison. If the steps of a training are faster than FAST_S, those after the first 64 are
-only counted, except some around each multiple of 64 (`Identities.rests`).
+A step that is not sampled costs one comparison. If the steps of a training are faster than FAST_S, steps after the
+first 64 are only counted, except six around each multiple of 64 (`Identities.rests`).
 """
 
 from __future__ import annotations
@@ -58,37 +59,38 @@ from .values import is_capturing
 _MAX_OPTIMIZERS = 64
 """Maximum number of optimizers of a process that are checked."""
 _ASKED = "APR_WATCH_ASK"
-"""Environment variable: argument of `engine watch --ask`."""
+"""Environment variable that holds the argument of `engine watch --ask`."""
 FAST_S = 0.02
-"""Time of a step in seconds, below which the checks of every step would cost more than 2 %."""
+"""Duration of a step below which checking every step would cost more than 2 %, in seconds."""
 _DECODED_STEPS = 2
-"""Number of steps after the creation of an optimizer at which labels are decoded to text."""
+"""Number of steps after the creation of an optimizer for which labels are decoded to strings."""
 
 
 class Identities:
-    """Checks of one process, called at each batch, backward pass and optimizer step by the thread that does it."""
+    """Checks of one process. Each method is called in the thread that fetches the batch or runs the backward pass or
+    step."""
 
     def __init__(self, torch: Any, position: Position) -> None:
         self._torch, self._position = torch, position
         self._states: weakref.WeakKeyDictionary[Any, _OptimizerState] = weakref.WeakKeyDictionary()
         self._made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        """Steps of all optimizers when each one was created."""
+        """Total number of optimizer steps in the process at the creation of each optimizer."""
         self._threads: set[int] = set()
-        """Threads that step optimizers: with several, one may write weights during another's sampled step."""
+        """Threads that step optimizers. With several, one thread may write weights during another's sampled step."""
         self._in_progress: list[int] = []
         """Ids of optimizers whose steps are in progress, from the outermost to the innermost."""
         self._reached = ReachedLeaves(torch)
         self._made_at = 0
-        """Steps of all optimizers when the newest optimizer was created."""
+        """Total number of optimizer steps at the creation of the newest optimizer."""
         self._sampled_next: weakref.WeakSet[Any] = weakref.WeakSet()
         """Optimizers whose next step is sampled."""
         self._any_sampled_next = False
-        """Whether there is such an optimizer."""
+        """Whether the next step of any optimizer is sampled."""
         self._losses: list[Loss | Divergence] = []
         """Losses of the backward passes since the previous step."""
         self._open_windows: list[Windows] = []
         self._rates: list[schedule.Rates] = []
-        """Rates of the optimizers of the training, which may be freed before it ends."""
+        """Learning rates of the training's optimizers, kept because an optimizer may be freed before the end."""
         self._stepped: list[_OptimizerState] = []
         """Optimizers that stepped since the last backward pass began."""
         self._search = Search(torch)
@@ -98,32 +100,32 @@ class Identities:
         self._held_out = HeldOut(torch, self._is_evaluating)
         self.scaling = Scaling(torch)
         self._read_passes: list[Pass] = []
-        """Pass over a data loader of each batch since the last step."""
+        """Epoch of a data loader (`data.Pass`) of each batch since the last step."""
         self._loss_passes: list[token_weights.Pass] = []
-        """Losses of the backward passes since the last step."""
+        """Token weights of the backward passes since the last step."""
         self._open_pass: token_weights.Pass | None = None
-        """Losses of the backward pass in progress, which may step optimizers."""
+        """Token weights of the backward pass in progress. A hook may step optimizers during that pass."""
         self.schedules = schedule.Schedules(torch)
         self._tokenizers = Tokenizers()
         self._questions = None if "none" in os.environ.get(_ASKED, "") else Budget()
         self._rows: int | None = None
         """Number of rows of the newest batch of a data loader."""
         self._counts = SEED_BY in os.environ
-        """Whether verdicts are counted, as in a run of an experiment (`work.Work.judged`)."""
+        """Whether verdicts are counted (`work.Work.judged`), as in both runs of a flip."""
         self.is_fast = self.rests = False
-        """Whether the newest step was fast, and whether steps are only counted until `wake`."""
+        """`is_fast`: the newest step was faster than FAST_S. `rests`: steps are only counted until `wake` is called."""
         self._is_fed = False
         """Whether a backward pass has followed the newest batch."""
         self._not_finite = 0
         """Number of losses that were not finite since the newest optimizer was created."""
         self._pitfalls: list[Pitfalls] = []
-        """Pitfalls of the backward passes since the previous step."""
+        """Results of the pitfall checks of the backward passes since the previous step."""
         self.verdicts: list[SampledStep | Verdicts] = []
-        """Sampled steps and findings between them that `take` has not returned yet."""
+        """Sampled steps, and verdicts found between them, that `take` has not returned yet."""
 
     def _may_rest(self, state: _OptimizerState) -> bool:
-        """Return whether nothing is expected of the next step: a training by one optimizer, with one backward pass for
-        each step, far from a sampled step."""
+        """Return whether the next step needs no check: it is fast, no sampled step is near, no verdict is pending, and
+        one thread of one rank steps one optimizer."""
         return (
             self.is_fast
             and not self._counts
@@ -136,15 +138,15 @@ class Identities:
         )
 
     def wake(self) -> None:
-        """Check steps again, from this point on: of a step that has begun, only the rest is seen."""
+        """Check from now on. If a step has begun, its earlier events were not recorded, so that it is not judged."""
         if self.rests:
             self.rests = False
-            self._reached.passed_by()
+            self._reached.not_read()
             for state in self._states.values():
                 state.since = self._reached.steps
             self.scaling.forget()
 
-    def optimizer_made(self, optimizer: Any) -> None:
+    def optimizer_created(self, optimizer: Any) -> None:
         self.wake()
         self._made[optimizer] = self._reached.steps
         self._sampled_next.add(optimizer)
@@ -153,11 +155,11 @@ class Identities:
         self._not_finite = 0
         self._report(self._held_out.forget())
         self.passes.forget()
-        self.ranks.optimizer_made()
-        self.scaling.optimizer_made()
+        self.ranks.optimizer_created()
+        self.scaling.optimizer_created()
 
-    def batch_asked_for(self, iterator: Any) -> None:
-        """Record a request to a data loader for its next batch."""
+    def batch_requested(self, iterator: Any) -> None:
+        """Record that the next batch of a data loader is requested."""
         if self.rests and self._is_fed:
             return
         # A batch without a backward pass belongs to an evaluation.
@@ -171,8 +173,8 @@ class Identities:
         models = [state.modes for state in self._states.values()]
         return not self._torch.is_grad_enabled() or any(modes.are_in_eval for modes in models)
 
-    def samples_asked_for(self, iterator: Any, index: Any) -> None:
-        """Record the sampler's indices of a batch, which may be yielded later."""
+    def indices_drawn(self, iterator: Any, index: Any) -> None:
+        """Record the indices that the sampler drew for a batch. With workers the batch is yielded later."""
         self._report(self.passes.asked(iterator, index))
 
     def no_batch(self, iterator: Any) -> None:
@@ -192,7 +194,7 @@ class Identities:
         self.wake()
         self.ranks.batch_fetched(loader_pass.index, batch)
         self._report(self.passes.fetched(loader_pass, batch, self._any_sampled_next))
-        # A pass that feeds the training is no evaluation.
+        # Batches of an epoch that is trained on belong to no evaluation.
         evaluated = () if loader_pass.feeds else self._states.values()
         self._evaluations.fetched(
             loader_pass, (module for state in evaluated for module in state.modes.mode_dependent)
@@ -205,7 +207,7 @@ class Identities:
             self._held_out.fetched(loader_pass, batch)
 
     def loss_was_not_finite(self) -> None:
-        """Sample the next step of each optimizer, unless several losses in a row were not finite."""
+        """Sample the next step of each optimizer, if the number of such losses is a power of two."""
         self._not_finite += 1
         self.wake()
         if not self._not_finite & (self._not_finite - 1):
@@ -213,7 +215,7 @@ class Identities:
                 state.asked = state.steps + 1
 
     def clipped(self, max_norm: Any) -> None:
-        """Record clipping to a norm of `most`."""
+        """Record clipping to a norm of `max_norm`; None if it is unknown."""
         self._report(self.scaling.clipped(max_norm))
 
     def _report(self, lines: list[Line]) -> None:
@@ -222,7 +224,8 @@ class Identities:
             self.verdicts.append(Verdicts(lines))
 
     def backward_begins(self, tensors: list[Any]) -> None:
-        """Check a backward pass; the nodes near its tensors are read once, for all checks of a sampled step."""
+        """Begin the checks of a backward pass. Before a sampled step the graph's nodes near its tensors are read once
+        for all checks."""
         self._is_fed = True
         self._search.forget()
         if self.rests:
@@ -244,7 +247,7 @@ class Identities:
                     self._losses += losses_of(self._torch, nodes, embeddings, text)
                     self._pitfalls.append(Pitfalls(self._torch, nodes, tensors))
         else:
-            self._reached.passed_by()
+            self._reached.not_read()
         if self._any_sampled_next:
             self._check_gradients()
         if self._stepped:
@@ -265,8 +268,8 @@ class Identities:
             windows.backward_ends()
 
     def end(self, begun: Any = None) -> list[Verdicts]:
-        """Return the verdicts at the regular end of a training; `begun` is the optimizer whose first step begins the
-        next one, and which does not belong to this one."""
+        """Return the verdicts at the regular end of a training. `begun` is the optimizer whose first step begins the
+        next training; it is not judged here."""
         next_state = None if begun is None else self._states.get(begun)
         self._record_other_steps(
             [stepped for stepped in self._stepped if stepped is not next_state]
@@ -334,13 +337,13 @@ class Identities:
         has_closure = any(callable(argument) for argument in arguments)
         self._check_windows(optimizer, state, has_closure)
         if not state.is_sampled:
-            if state.modes.have_turned():
+            if state.modes.left_training_mode():
                 self._report(state.modes.check(self._torch, optimizer, self._search))
             return
         if is_capturing(self._torch):
             state.chain.leave()
             return
-        # Accelerate calls a scheduler once for each rank.
+        # Accelerate steps a scheduler once per rank.
         if self._position.world == 1:
             self._report(self.schedules.check(optimizer, state.steps, state.scheduled))
         with self._torch.no_grad():
@@ -403,7 +406,7 @@ class Identities:
         self.rests = self._may_rest(state)
 
     def _ask(self, optimizer: Any, state: _OptimizerState, budget: Budget) -> None:
-        """Ask the models after a step in ASKED_STEPS; one step earlier, begin to keep their calls."""
+        """Test the models after a step in ASKED_STEPS; one step earlier, begin to keep their calls."""
         rank, world = self._position.rank, self._position.world
         if rank or len(self._threads) > 1 or is_capturing(self._torch):
             return
@@ -429,12 +432,12 @@ class Identities:
             state.questions.begin(models, teachers, world)
 
     def _trains_beside(self, candidate: Any, optimizer: Any) -> bool:
-        """Return whether an optimizer belongs to the training of another one, not to a stage before it."""
+        """Return whether an optimizer is part of the training of `optimizer`, not of an earlier training."""
         state = self._states.get(candidate)
         return candidate is optimizer or state is None or state.since > self._made[optimizer]
 
     def _shared_gradients(self, optimizer: Any) -> list[Line]:
-        """Compare the parameters with those of optimizers that have stepped since the last backward pass."""
+        """Report parameters that are also held by an optimizer that has stepped since the last backward pass."""
         if len(self._in_progress) > 1 or len(self._threads) > 1:
             return []
         own_ids = {id(parameter) for parameter in held_by(optimizer) if parameter.grad is not None}
@@ -459,7 +462,7 @@ class Identities:
             self._report(windows.step(self._torch, optimizer, state.steps))
 
     def _exclusive_ids(self, optimizer: Any) -> set[int]:
-        """Return the ids of the parameters that nothing else should write before the optimizer's next step."""
+        """Return the ids of the parameters that only this optimizer should write."""
         # An outer optimizer that steps this one may write the weights too.
         if self._in_progress:
             return set()
@@ -493,35 +496,35 @@ class Identities:
         )
 
     def _held(self, but: Any = None) -> list[Any]:
-        """Return the parameters of all optimizers except those with the groups of `but`."""
+        """Return the parameters of all optimizers, except those that have the parameter groups of `but`."""
         groups = getattr(but, "param_groups", None)
         others = (made for made in self._made if made.param_groups is not groups)
         return [one for made in others for one in held_by(made)]
 
     def take(self) -> list[SampledStep | Verdicts]:
-        """Return the steps sampled since the last call, in the order of their ends."""
+        """Return the sampled steps and verdicts since the last call, in order."""
         verdicts, self.verdicts = self.verdicts, []
         return verdicts
 
 
 _PAIR = os.environ.get(SEED_BY)
-"""Number of the pair that a run of an experiment belongs to, from 0."""
+"""Index of the pair of runs of a flip, from 0; None outside of a flip."""
 
 
 def _is_sampled(step: int) -> bool:
-    # In an experiment a change must not mend the steps alone that everybody knows to be sampled.
+    # In a flip also sample steps that depend on the pair: a change must not pass by acting at powers of two only.
     own = _PAIR is not None and step % 7 == (5 + int(_PAIR)) % 7
     return own or step <= 3 or not step & (step - 1)
 
 
 def _is_attended(step: int) -> bool:
-    """Return whether a fast step is checked too: the first 64, and six around each multiple of 64, since the checks of
-    a sampled step begin before it, and some must see consecutive steps."""
+    """Return whether a step is checked even if steps are fast: the first 64 steps, and six around each multiple of 64.
+    Checks of a sampled step begin before it, and some need consecutive steps."""
     return step < 64 or (step + 4) % 64 < 6
 
 
 class _OptimizerState:
-    """State of the checks of one optimizer."""
+    """State of one optimizer's checks."""
 
     def __init__(self, torch: Any, since: int) -> None:
         self.steps = 0
@@ -529,12 +532,12 @@ class _OptimizerState:
         self.classes = Classes()
         self.terms = Terms()
         self.asked = 0
-        """Number of a step that is sampled because a loss was not finite; 0 if there is none."""
+        """Step that is sampled because a loss was not finite; 0 if there is none."""
         self.movement: Movement | None = None
         self.scheduled = schedule.Rates()
         self.windows = Windows()
         self.since = since
-        """Number of steps of all optimizers when its last step ended."""
+        """Total number of optimizer steps in the process when this optimizer's last step ended."""
         self.missing_gradients = MissingGradients()
         self.questions: Questions | None = None
         self.models: list[weakref.ref[Any]] = []
@@ -543,7 +546,7 @@ class _OptimizerState:
         self.modes = Modes()
         self.rates = Rates()
         self.sampled: SampledStep | None = None
-        """Step in progress, if it is sampled."""
+        """The sampled step in progress; None if the current step is not sampled."""
 
     @property
     def is_sampled(self) -> bool:

@@ -1,5 +1,5 @@
-"""Start the watch from a line of the script. The engine creates the run folder and the observer in a separate process,
-so that `engine` is never imported into this one. The hooks are those of `engine watch`.
+"""Start the watch from a line of the script, with the same hooks as `engine watch`. A separate process creates the run
+folder and the observer, so that `engine` is never imported into the script's process.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _START_S = 30.0
 
 
 class Begun:
-    """Run folder of this process, and the connection to its observer."""
+    """A watch that was started: run folder of this process, and connection to its observer."""
 
     def __init__(self, run: str, observer: int) -> None:
-        """Keep the connection. `observer`: a socket's descriptor, open as long as the process lives."""
+        """`observer`: descriptor of a socket that stays open as long as the process lives."""
         self.run, self._pid, self._observer = run, os.getpid(), observer
 
     def end(self) -> None:
@@ -29,16 +29,16 @@ class Begun:
         os.environ.pop(RUN, None)
         with socket.socket(fileno=self._observer) as observer:
             try:
-                # Not a pipe, which would raise SIGPIPE if the observer is gone.
+                # A pipe would raise SIGPIPE if the observer is gone.
                 observer.sendall(b"over\n", socket.MSG_NOSIGNAL)
             except OSError:
                 pass
 
 
 def begin(out: str) -> Begun | None:
-    """Create the run folder `out`, or `out`-2, ... where it exists; if `out` is empty, a new one in `runs`. Return None
-    on all ranks but the first, since these write no log. Raises OSError, subprocess.TimeoutExpired, or RuntimeError
-    with what the engine says."""
+    """Create the run folder `out` (`out`-2, ... if it exists; a new folder in `runs` if `out` is empty). Return None on
+    all ranks except rank 0, which alone writes a log. Raises OSError, subprocess.TimeoutExpired, or RuntimeError with
+    the engine's message."""
     if rank_and_world(sys.modules.get("torch"))[0]:
         return None
     own_end, engine_end = socket.socketpair()
@@ -66,7 +66,7 @@ def begin(out: str) -> Begun | None:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of `engine.child.environment`, which must not be imported into this process."""
+    """Return the same environment as `engine.child.environment`, which must not be imported into this process."""
     variables = dict(os.environ)
     users = variables.pop("PYTHONPATH", None)
     variables["APR_WORKBENCH_PYTHONPATH"] = "" if users is None else f"={users}"

@@ -1,7 +1,8 @@
-"""Find in the autograd graph of a backward pass which tokens a cross entropy is computed on.
+"""Find by the autograd graph of a backward pass which tokens are the labels of a cross entropy.
 
-Nothing is hooked or recomputed: autograd keeps the labels, the token ids and the operations on the logits. A graph that
-cannot be read (a compiled loss, a fused kernel other than TRL's, a checkpointed embedding) gives no verdict.
+No hook is installed and no computation repeated: autograd saves the labels, the token ids and the operations on the
+logits. A graph that cannot be read (a compiled loss, a fused kernel other than TRL's, a checkpointed embedding) gives
+no verdict.
 """
 
 # Shapes: B rows, T tokens of a row, N labels, W labels of a row
@@ -18,16 +19,16 @@ from .parameters import FACT, PASS, SUSPICION, Line
 from .sampled import SampledStep
 
 SHIFTS = (0, 1, 2, 3)
-"""Offsets in tokens from a position to its label: 0 is the token itself, 1 the next one."""
+"""Offsets from a position to the token that is its label: 0 the same token, 1 the next token."""
 _FITS, _FITS_NOT = 0.98, 0.9
-"""Share of labels equal to the tokens at an offset: minimum of an offset that matches, maximum of one that does not.
-The maximum is high because tokens repeat."""
+"""Limits of the share of labels that equal the tokens at an offset: from the first the offset matches, below the second
+it does not. The second is high because tokens repeat."""
 _CHUNKS = 4
-"""Number of chunks of a loss that are certainly near enough to the backward pass to be read."""
+"""Number of chunks of a loss up to which all are read; of more, some may lie too deep in the graph."""
 _NONE = -100
-"""Label of a position without one."""
+"""Value that marks a missing label."""
 _FUSED = {"ChunkedLogProbFunctionBackward": 3}
-"""Fused losses of TRL that compute the logits too, with the index of the labels among their saved tensors."""
+"""Autograd nodes of TRL's fused losses, which also compute the logits; index of the labels among the saved tensors."""
 _SOFTMAX = ("SoftmaxBackward0", "LogSoftmaxBackward0")
 _SCORES = {
     "SoftmaxBackward0": "probabilities",
@@ -37,34 +38,34 @@ _SCORES = {
         "the outputs of a layer",
     ),
 }
-"""Names of the outputs of some nodes, for the case that the probabilities do not sum to 1 over the classes. Other nodes
-may weight log probabilities on purpose, as a focal loss does."""
+"""Description of a node's output, used if the probabilities do not sum to 1 over the classes. Other nodes are not
+checked: they may weight log probabilities on purpose, as a focal loss does."""
 _SUMMED = 8
-"""Maximum number of rows whose probabilities are summed."""
+"""Maximum number of positions whose probabilities are summed."""
 _SUMS_TO_1 = 1e-2
 """Maximum deviation of a sum of probabilities from 1, in addition to the rounding of their logarithms."""
 
 
 class _Comparison(NamedTuple):
-    """Comparison of the labels of a loss with tokens that an embedding looked up."""
+    """Comparison of a loss's labels with the input ids of an embedding."""
 
     tokens: Any
     labelled: Any
-    """Mask of the positions of the first two rows that have a label."""
+    """Mask of the positions in the first two rows that have a label."""
     numbers: Any
-    """Counts on the device: labels, rows with a label, and for each shift the labels that match and that could."""
+    """Counts on the device: labels; rows with a label; for each shift, matching labels and compared labels."""
     cover: Coverage | None
-    """Label coverage, where that is checked."""
+    """Label coverage; None if it is not checked."""
 
 
 class Loss:
-    """A cross entropy near the tensor on which `backward` is called."""
+    """A cross entropy whose node is near the root of the backward pass."""
 
     def __init__(
         self, torch: Any, node: Any, ids: list[Any], way: list[Any], text: Tokenizers | None = None
     ) -> None:
-        """Read a loss. `ids`: tokens that embeddings looked up, (B, T) each; `way`: the nodes between the loss and the
-        tensor of the backward pass; `text`: check what the labels cover with this tokenizer."""
+        """Read a loss. `ids`: input ids of embeddings, (B, T) each; `way`: nodes from the loss to the root of the
+        backward pass; `text`: tokenizers for checking which text the labels cover, None not to check."""
         self._torch, self.weight = torch, weight(way)
         targets, self._ignored = targets_of(node)
         # Labels may be bytes, which cannot be -100.
@@ -77,12 +78,12 @@ class Loss:
         self.double = False
         """Whether a softmax was applied to the output of a softmax."""
         self._scores, self.sums = "", None
-        """Scores: what the loss gets as log probabilities. Sums: how far their exponentials' sums over the classes are
-        from 1, minus the rounding, on the device."""
+        """`_scores`: description of the loss's input. `sums`: maximum deviation from 1 of the input's exponentials,
+        summed over the classes, minus rounding, on the device."""
         if type(node).__name__ in CROSS_ENTROPIES:
             self._check_sums(node)
         self.rows: tuple[int, int] | None = None
-        """Number of rows in the loss, and of all rows of tokens."""
+        """Number of rows in the loss, and number of rows of the tokens."""
         self._text = text
         self.compared: list[_Comparison] = []
         if self._scatter_back(self._read_selections(node)):
@@ -94,7 +95,7 @@ class Loss:
 
     def tokens_before(self) -> tuple[Any, Any] | None:
         """Return the tokens, (B, T), whose next tokens are the labels, and a mask of the positions with a label in the
-        first two rows; None if no tokens match. Waits for the device."""
+        first two rows. None if no tokens match. Synchronises with the device."""
         return next(
             (one[:2] for one in self.compared if _fits(one.numbers.tolist())[1] >= _FITS), None
         )
@@ -104,7 +105,7 @@ class Loss:
         rows."""
         log_softmax, selections = source(node)
         if type(log_softmax).__name__ not in (*_SOFTMAX, "LogBackward0"):
-            # For a fused loss, this node computed the hidden states.
+            # The node after a fused loss computes hidden states.
             log_softmax = None
         input_node, more = source(log_softmax) if log_softmax is not None else (None, [])
         selections = selections + more
@@ -123,7 +124,8 @@ class Loss:
         return [selection for selection in selections if selection not in slices]
 
     def _check_sums(self, node: Any) -> None:
-        """Sum some probabilities whose logarithms the loss gets, if a softmax or a layer gave them."""
+        """Sum over the classes some probabilities whose logarithms are the loss's input, if the input comes from a
+        softmax or a layer."""
         scores, (producer, _) = saved(node, "self"), source(node)
         if scores is None or scores.dim() < 2 or type(producer).__name__ not in _SCORES:
             return
@@ -140,14 +142,14 @@ class Loss:
             self.sums = deviation - rounding
 
     def _drop_masked(self, left_out: Any) -> None:
-        """Drop the labels of masked positions."""
+        """Remove the labels of masked positions."""
         if left_out is None or left_out.device != self._targets.device:
             return
         if left_out.numel() == self._count:
             self._targets = self._labelled().masked_fill(left_out.reshape(-1), _NONE)
 
     def _labelled(self) -> Any:
-        """Return the labels flattened, with `_NONE` where there is none."""
+        """Return the labels flattened, with ignored labels set to `_NONE`."""
         targets = self._targets.reshape(-1)
         if self._ignored not in (None, _NONE):
             targets = targets.where(targets != self._ignored, _NONE)
@@ -155,7 +157,8 @@ class Loss:
         return targets
 
     def _scatter_back(self, selections: list[Any]) -> bool:
-        """Scatter the labels of selected positions back to all positions; return whether their indices are known."""
+        """If the loss selects positions, scatter their labels back to all positions. Return whether the indices are
+        known."""
         if not selections:
             return True
         target = places(selections[0]) if len(selections) == 1 else None
@@ -209,7 +212,8 @@ class Loss:
     def lines(
         self, counts: list[list[float]], covers: list[list[int] | None], sums: float | None
     ) -> list[Line]:
-        """Return the verdicts, from the numbers of `compared`, of their covers and `sums` on the host."""
+        """Return the verdicts. `counts`: `numbers` of each comparison; `covers`: numbers of its `cover`; `sums`:
+        `self.sums`; all on the host."""
         lines: list[Line] = []
         if sums is not None and sums > _SUMS_TO_1:
             text = f"the loss takes logarithms of probabilities and gets {self._scores}"
@@ -267,7 +271,7 @@ class Loss:
 
 
 def _fits(counts: list[float]) -> list[float]:
-    """Return for each shift the share of labels that match."""
+    """Return for each shift the share of labels that match the tokens."""
     pairs = zip(counts[2::2], counts[3::2], strict=True)
     return [fitting / could if could else 0.0 for fitting, could in pairs]
 
@@ -289,8 +293,8 @@ def judge_losses(sampled: SampledStep, losses: list[Loss | Divergence]) -> None:
 
 
 def _judge(losses: list[Loss | Divergence], step: int, tensors: dict[Any, Any]) -> list[Line]:
-    """Return the verdicts, one for each identity and level. If one loss predicts the next tokens, others may predict
-    later ones (multi-token prediction). `tensors`: numbers of each loss, and of each of its covers."""
+    """Return the verdicts, one for each identity and level. If one loss predicts the next tokens, other losses may
+    predict later tokens (multi-token prediction). `tensors`: numbers of the losses and their covers on the host."""
     numbers = {place: tensor.tolist() for place, tensor in tensors.items()}
     weights = [loss.weight for loss in losses if isinstance(loss, Loss)]
     lines_of_losses: list[list[Line]] = []
@@ -316,8 +320,8 @@ def _judge(losses: list[Loss | Divergence], step: int, tensors: dict[Any, Any]) 
 def losses_of(
     torch: Any, nodes: list[Any], embeddings: list[Any], text: Tokenizers | None = None
 ) -> list[Loss | Divergence]:
-    """Return the cross entropies and divergences among the nodes near a backward pass; `embeddings` are its embedding
-    nodes. With `text`, check what the labels cover."""
+    """Return the cross entropies and divergences among the nodes near the root of a backward pass. `embeddings`: its
+    embedding nodes; `text`: tokenizers for checking which text the labels cover."""
     ids = [ids for node in embeddings if (ids := saved(node, "indices")) is not None]
     ids = [
         ids_BT
@@ -336,7 +340,7 @@ def losses_of(
 
 
 def _add_rows(losses: list[Loss]) -> None:
-    """Do not report rows as left out where the losses of chunks or rows cover them together."""
+    """Do not report missing rows if the losses of chunks or rows cover all rows together."""
     partial = [loss for loss in losses if loss.rows is not None and loss.rows[0] < loss.rows[1]]
     if (
         sum(loss.rows[0] for loss in partial if loss.rows)
@@ -348,7 +352,8 @@ def _add_rows(losses: list[Loss]) -> None:
 
 
 def targets_of(node: Any) -> tuple[Any, int | None]:
-    """Return the labels of a node that selects one log probability each, and the ignored label; None if it is none."""
+    """Return the labels and the ignored label of a node that selects one log probability per label; None for other
+    nodes."""
     kind = type(node).__name__
     if kind in CROSS_ENTROPIES:
         return labels_of(node)
@@ -373,7 +378,7 @@ def targets_of(node: Any) -> tuple[Any, int | None]:
 
 
 def _vocabulary_of_mean(node: Any, way: list[Any]) -> int:
-    """Return the vocabulary size if the tensor of the backward pass is this cross entropy as a mean; else 0."""
+    """Return the vocabulary size if the root of the backward pass is the mean of this cross entropy; else 0."""
     is_mean = type(node).__name__ in CROSS_ENTROPIES
     if way or not is_mean or node._saved_reduction != 1:
         return 0
@@ -383,7 +388,7 @@ def _vocabulary_of_mean(node: Any, way: list[Any]) -> int:
 
 
 def _mask_of(node: Any) -> Any:
-    """Return the mask of positions that a node after the loss multiplies by 0 or fills; None if it does neither."""
+    """Return the mask of positions that a node after the loss multiplies by 0 or fills; None if it masks none."""
     kind = type(node).__name__
     if kind == "MaskedFillBackward0":
         return saved(node, "mask")

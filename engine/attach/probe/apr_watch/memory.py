@@ -1,5 +1,5 @@
-"""Record what torch's allocator holds on the GPU in a small file that is overwritten, as in the engine's own trainer
-(`engine/log/held.py`). The observer adds it to its readings.
+"""Write the memory that torch's allocator holds on the GPU to a small file, which is overwritten, as the engine's own
+trainer does (`engine/log/held.py`). The observer adds it to its readings.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _OF_ALLOCATOR = 0
 
 
 class HeldMemory:
-    """Writer of the allocator's counters, at most every SPACING_S. They are on the host, so nothing waits."""
+    """Writer of the allocator's counters, at most once every SPACING_S. The counters are on the host: nothing waits."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
@@ -39,7 +39,7 @@ class HeldMemory:
         record = _HELD.pack(
             step, _OF_ALLOCATOR, allocated["current"], reserved["current"], allocated["peak"]
         )
-        # A full disk may lose a reading. Opened each time: the script could close a lasting descriptor.
+        # A full disk may lose a reading. Open the file each time: the script may close descriptors.
         try:
             fd = os.open(os.path.join(folder, NAME), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError:

@@ -1,8 +1,8 @@
 """Check that dropout and batch norm are in training mode in training steps and in eval mode in evaluations.
 
-Modules are found once for each optimizer, from the parameters that it steps; their flags are read and nothing is
-hooked. An evaluation in training mode is recognised by batch norms that updated their statistics, or by gradients that
-are off while dropout is in training mode, where there is no other model.
+The modules around an optimizer's parameters are found once and their `training` flags are read; no hook is installed.
+An evaluation in training mode is detected in two ways: a batch norm updates its running statistics on batches without a
+backward pass, or dropout is in training mode while gradients are disabled and the process has no other model.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .parameters import (
 )
 
 _IN_A_ROW = 2
-"""Number of consecutive batches of an evaluation in training mode, from which it is reported."""
+"""Number of consecutive batches evaluated in training mode from which this is reported."""
 
 _DROPOUT, _BATCH_NORM = "dropout", "batch norm"
 
 
 class _ModeDependent:
-    """A module that behaves differently in training mode."""
+    """A dropout or batch norm module, which behaves differently in training mode."""
 
     def __init__(self, module: Any, path: str, kind: str) -> None:
         self.module = weakref.ref(module)
@@ -47,7 +47,7 @@ def _kind(torch: Any, module: Any) -> str | None:
     if issubclass(kind, (nn.rnn.RNNBase, nn.activation.MultiheadAttention)):
         return _DROPOUT if inside.get("dropout") else None
     if issubclass(kind, nn.batchnorm._BatchNorm):
-        # Without running statistics it uses those of the batch in either mode.
+        # Without running statistics it uses the statistics of the batch in both modes.
         return _BATCH_NORM if _statistics(module) is not None else None
     return None
 
@@ -61,7 +61,8 @@ def _is_training(module: Any) -> bool:
 
 
 class _NearbyModules:
-    """Modules near the parameters of an optimizer: the mode-dependent ones, and the others that hold parameters."""
+    """Modules near the parameters of an optimizer: mode-dependent modules, and `holders`, which are other modules with
+    trained parameters."""
 
     def __init__(self, torch: Any, modules: Modules, parameters: list[Any]) -> None:
         self._torch, self._trained = torch, {id(p) for p in parameters}
@@ -72,7 +73,7 @@ class _NearbyModules:
             self._collect(top, "", True)
 
     def _holds_any(self, module: Any) -> bool:
-        """Return whether a module or one inside it has one of the trained parameters."""
+        """Return whether a module or one of its descendants has a trained parameter."""
         if id(module) not in self._holds:
             self._holds[id(module)] = False
             inside = [self._holds_any(one) for _, one in children_of(module)]
@@ -84,7 +85,7 @@ class _NearbyModules:
 
     def _collect(self, module: Any, path: str, is_near: bool) -> None:
         """Collect mode-dependent modules and holders. `is_near`: the parent has trained parameters. Dropout inside a
-        frozen part does not count, nor does a batch norm with frozen weights."""
+        frozen module is left out, and so is a batch norm with frozen weights."""
         kind = _kind(self._torch, module)
         if kind is not None and (self._has_own(module) if parameters_of(module) else is_near):
             self.mode_dependent.setdefault(id(module), _ModeDependent(module, path, kind))
@@ -97,7 +98,7 @@ class _NearbyModules:
 
 
 def _is_alone(acting: list[_ModeDependent], modules: Modules) -> bool:
-    """Return whether the model of these modules is the only one in the process."""
+    """Return whether the process has no model other than the one with these modules."""
     living = [module for dependent in acting if (module := dependent.module()) is not None]
     known = {id(modules.path(module)[0]) for module in living}
     every = {id(modules.path(module)[0]) for module in modules.every if parameters_of(module)}
@@ -105,7 +106,7 @@ def _is_alone(acting: list[_ModeDependent], modules: Modules) -> bool:
 
 
 class Modes:
-    """Modes of the modules that hold one optimizer's parameters."""
+    """Check of training mode for the modules around one optimizer's parameters."""
 
     def __init__(self) -> None:
         self._mode_dependent: list[_ModeDependent] | None = None
@@ -113,7 +114,7 @@ class Modes:
         self._was_training = False
 
     def check(self, torch: Any, optimizer: Any, search: Search) -> list[Line]:
-        """Return the verdict at a step, while its gradients exist."""
+        """Return the verdict before a step, while the gradients exist."""
         if self._mode_dependent is None:
             trained = [one for one in held_by(optimizer) if one.grad is not None]
             if not trained:
@@ -142,11 +143,11 @@ class Modes:
         since = ", which they were not before" if self._was_training else ""
         self._was_training = False
         text = f"{name} steps a model with {_counts_text(in_eval)} in eval mode{since}: {_names_text(in_eval)}"
-        # If modules around these are in training mode, the script has chosen eval mode for these alone.
+        # If other modules are in training mode, the script has set these to eval mode on purpose.
         chosen = any(_is_training(holder) for ref in self._holders if (holder := ref()) is not None)
         return [("training_mode", FACT if chosen else SUSPICION, text, numbers)]
 
-    def have_turned(self) -> bool:
+    def left_training_mode(self) -> bool:
         """Return whether all mode-dependent modules have left training mode since the last check."""
         return self._was_training and not any(
             _is_training(module)
@@ -166,29 +167,29 @@ class Modes:
 
 
 class Evaluations:
-    """Passes over data loaders without a backward pass, while modules are in training mode."""
+    """Check of eval mode for batches that no backward pass follows."""
 
     def __init__(self, torch: Any, search: Search) -> None:
         self._torch, self._search = torch, search
         self._pass: Pass | None = None
         self._decided: weakref.ref[Any] | None = None
-        """First module of a model that has its verdict."""
+        """First module of the model that was judged."""
         self._in_a_row = 0
         self._before: tuple[Any, list[tuple[_ModeDependent, int]], list[_ModeDependent]] | None = (
             None
         )
-        self._calm: list[_ModeDependent] = []
-        """Modules that were all in eval mode when the newest batch was yielded."""
+        self._all_in_eval: list[_ModeDependent] = []
+        """All mode-dependent modules, if each was in eval mode when the newest batch was yielded; else empty."""
 
     def trained_on(self) -> None:
-        """Record the begin of a backward pass or of a step."""
-        self._in_a_row, self._before, self._calm = 0, None, []
+        """Record that a backward pass begins."""
+        self._in_a_row, self._before, self._all_in_eval = 0, None, []
 
     def fetched(self, loader_pass: Pass, acting: Iterable[_ModeDependent]) -> None:
-        """Record a yielded batch; `acting` are the mode-dependent modules of all trained models."""
+        """Record a yielded batch; `acting`: the mode-dependent modules of all trained models."""
         if loader_pass is not self._pass:
             self._pass, self._in_a_row = loader_pass, 0
-        self._before, self._calm = None, []
+        self._before, self._all_in_eval = None, []
         if loader_pass.feeds:
             return
         living = [
@@ -202,31 +203,33 @@ class Evaluations:
             return
         training = [(dependent, module) for dependent, module in living if _is_training(module)]
         if not training:
-            self._calm = [dependent for dependent, _ in living]
+            self._all_in_eval = [dependent for dependent, _ in living]
             return
         counts = [
             (dependent, version)
             for dependent, module in training
             if dependent.kind == _BATCH_NORM and (version := _version(module)) is not None
         ]
-        # All must be in training mode, as parts of a model may be frozen.
+        # Require training mode of all modules: a script may freeze some in eval mode.
         without_grad = not self._torch.is_grad_enabled() and len(training) == len(living)
         drops = [one for one, _ in training if one.kind == _DROPOUT and without_grad]
         if counts or drops:
             self._before = living[0][0].module, counts, drops
 
     def asked_for(self, iterator: Any) -> list[Line]:
-        """Return the verdict on the previous batch, which was processed when the next one is requested."""
-        if self._calm and self._pass is not None and self._pass.of() is iterator:
-            calm, self._calm = self._calm, []
+        """Return the verdict on the previous batch: it has been processed once the next one is requested."""
+        if self._all_in_eval and self._pass is not None and self._pass.of() is iterator:
+            all_in_eval, self._all_in_eval = self._all_in_eval, []
             if any(
                 _is_training(module)
-                for dependent in calm
+                for dependent in all_in_eval
                 if (module := dependent.module()) is not None
             ):
                 return []
-            text = f"on batches without a backward pass, {_counts_text(calm)} stay in eval mode"
-            return [("evaluation_mode", PASS, text, {"modules": len(calm)})]
+            text = (
+                f"on batches without a backward pass, {_counts_text(all_in_eval)} stay in eval mode"
+            )
+            return [("evaluation_mode", PASS, text, {"modules": len(all_in_eval)})]
         if self._before is None or self._pass is None or self._pass.of() is not iterator:
             return []
         first, counts, drops = self._before
@@ -243,7 +246,7 @@ class Evaluations:
             return []
         self._decided = first
         if not moved and not _is_alone(drops, self._search.modules):
-            return []  # another model may be evaluated
+            return []  # the batches may be for another model
         effect = (
             f"{_counts_text(moved)} updated statistics: {_names_text(moved)}"
             if moved
@@ -254,14 +257,14 @@ class Evaluations:
 
 
 def _version(module: Any) -> int | None:
-    """Return the version of a batch norm's counter, which each update raises, without reading it from the GPU; None
-    where it has none."""
+    """Return the version of a batch norm's `num_batches_tracked` tensor, which rises with each update. The value itself
+    may be on a GPU. None if the module has none."""
     count = (vars(module).get("_buffers") or {}).get("num_batches_tracked")
     return None if count is None or count.is_inference() else int(count._version)
 
 
 def _is_cumulative(module: Any) -> bool:
-    """Return whether a batch norm computes a cumulative mean, which needs training mode, as in `update_bn`."""
+    """Return whether a batch norm computes a cumulative mean, as in `update_bn`: this needs training mode."""
     return _statistics(module) is not None and vars(module).get("momentum", 0.1) is None
 
 
@@ -278,10 +281,10 @@ def _names_text(acting: list[_ModeDependent]) -> str:
 
 
 class Verdicts:
-    """Verdicts found between two steps, with the interface of a sampled step."""
+    """Verdicts found outside of a sampled step, with the same interface as `SampledStep`."""
 
     def __init__(self, lines: list[Line], step: int | None = None) -> None:
-        """`step`: the step that the verdicts are about, if not the current one."""
+        """`step`: the step that the verdicts are about; None for the current step."""
         self._lines, self.step = lines, step
 
     def has_passed(self) -> bool:

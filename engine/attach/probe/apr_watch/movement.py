@@ -1,10 +1,12 @@
-"""Check by counting whether weights move, by how much, and have gradients other than 0, and whether nothing but the
-optimizer writes them, of any optimizer and with sharded parameters too.
+"""Check whether weights move, by how much, whether their gradients are other than 0, and whether only the optimizer
+writes them. The checks count elements, so that they apply to any optimizer and to sharded parameters.
 
-Some elements of each tensor of an optimizer are copied before its first step and compared after later ones, once the
-learning rate no longer rises; before and after a sampled step; and from its end to the begin of the next one. A write
-that is reverted in between, such as averaged weights for an evaluation, is not detected. Only the local part of a
-sharded tensor is read.
+Some elements of each tensor of an optimizer are copied and compared:
+    first step                    with the weights after later sampled steps, once the learning rate no longer rises
+    sampled step                  before and after it
+    between two sampled steps     after a step and before the next one: nothing else should write them. A write that is
+                                  reverted in between (averaged weights for an evaluation) is not detected.
+Only the local shard of a sharded tensor is read.
 """
 
 from __future__ import annotations
@@ -19,21 +21,21 @@ from .sampled import Rows, Sample, SampledStep, local_of
 _ELEMENTS, _MIN_ELEMENTS = 1 << 14, 4
 _MAX_TENSORS = 4096
 _ANY, _EACH = 4, 16
-"""First step at which weights are judged together, and first one at which each tensor is judged."""
+"""First step at which the weights are judged as a whole; first step at which each tensor is judged."""
 _ZEROS = 64
 """First step at which gradients that have always been 0 are reported."""
 _IN_A_ROW = 2
-"""Number of consecutive sampled steps that must move frozen weights."""
+"""Number of consecutive sampled steps at which frozen weights must move to be reported."""
 _TOLERANCE_ULP = 8.0
-"""Tolerated change of a weight between two steps, in units of the last place."""
+"""Tolerated change of a weight outside of steps, in units of the last place."""
 _MAX_UNCHANGED = 0.5
-"""Share of 16-bit weights left unchanged by an update, from which it is reported as a mistake."""
+"""Share of 16-bit weights unchanged by an update above which this is reported as a mistake, 0 to 1."""
 _LARGE_STEP = 0.1
-"""Size of a step relative to the weights, from which it is reported; in healthy training about 0.001."""
+"""Size of an update relative to the weights from which it is reported; about 0.001 in healthy training."""
 
 
 class Movement:
-    """Sampled elements of one optimizer's tensors, in one vector for each device and dtype."""
+    """Checks of one optimizer's sampled elements, which are held in one vector for each device and dtype."""
 
     def __init__(self, torch: Any, optimizer: Any) -> None:
         self._torch = torch
@@ -51,54 +53,54 @@ class Movement:
         self._samples = [Sample(torch, *rows_and_like) for rows_and_like in by_kind.values()]
         optim, kind = torch.optim, type(optimizer)
         self._rounds = kind in (optim.AdamW, optim.Adam, optim.SGD)
-        """Whether updates of 16-bit weights are rounded to the nearest: another optimizer may round at random."""
-        # Gradients shrink as a training converges, and the updates of SGD with them; those of Adam do not.
+        """Whether updates of 16-bit weights are rounded to nearest. Unknown optimizers may round stochastically."""
+        # Gradients shrink as a training converges. Updates of SGD shrink with them; Adam's do not.
         self._level_of_vanishing = SUSPICION if kind is optim.SGD else FAIL
         self._first = self._before = self._read("data")
         self._sizes: dict[str, float] = {}
-        """First size of each matrix, by its label."""
+        """Size of each matrix when it was first measured, by its label."""
         self._after: list[Any] = []
-        """Weights after the newest step; empty unless they are compared before the next one."""
+        """Weights after the newest step, if they are compared before the next step; else empty."""
         self._exclusive_ids: set[int] = set()
         """Ids of the parameters that only this optimizer should write."""
         self._gradients: list[Any] = []
         self._moved = [weights != weights for weights in self._first]
         self._pushed = list(self._moved)
-        """Elements that have had a gradient above what rounding explains."""
+        """Elements that have had a gradient larger than rounding."""
         self._nonzero: set[str] = set()
         """Labels of the tensors that have had a gradient other than 0 at a sampled step."""
         self._knows_zeros = False
-        """Whether it is known which tensors have had no gradient other than 0."""
+        """Whether the verdict on gradients that are always 0 has been given."""
         self._has_gradients = False
         self._highest = [0.0] * len(optimizer.param_groups)
         self._frozen_steps = 0
         self.is_settled = False
-        """Whether it is known that weights move, or another verdict says why they do not."""
+        """Whether the weights are known to move, or another verdict explains why they do not."""
 
     def _read(self, part: str) -> list[Any]:
-        """Return the elements of each sample (`Sample.read`); an empty list where they cannot be read."""
+        """Return the elements of each sample (`Sample.read`); an empty list if one cannot be read."""
         vectors = [sample.read(part) for sample in self._samples]
         return [] if any(vector is None for vector in vectors) else vectors
 
     def step_begins(self, sampled: SampledStep) -> None:
-        """Copy the weights before a sampled step; compare them with those after the step before."""
+        """Copy the weights before a sampled step, and compare them with the weights after the previous step."""
         weights_after, self._after = self._after, []
         self._before = self._read("data")
         changed = {}
         for index, (old, new) in enumerate(zip(weights_after, self._before, strict=False)):
-            # A perturbation that is added and removed again (sharpness-aware minimisation) leaves rounding errors.
+            # Adding and removing a perturbation (sharpness-aware minimisation) leaves rounding errors.
             size = old.abs().clamp_min(old.abs().mean())
             rounding = _TOLERANCE_ULP * self._torch.finfo(old.dtype).eps
             changed[index] = ~((new - old).abs() <= rounding * size) & ~(new.isnan() & old.isnan())
         if changed:
             exclusive_ids = self._exclusive_ids
             sampled.judge_later(
-                lambda tensors: self._outside(sampled, exclusive_ids, tensors), changed
+                lambda tensors: self._judge_outside_writes(sampled, exclusive_ids, tensors), changed
             )
 
     def step_ends(self, sampled: SampledStep, is_asked: bool, exclusive_ids: set[int]) -> None:
-        """Compare the weights after a sampled step, on the device. `is_asked`: whether the verdict on NaN is wanted in
-        any case; `exclusive_ids`: ids of the parameters that nothing else should write before the next step."""
+        """Compare the weights after a sampled step, on the device. `is_asked`: give the verdict on NaN at this step
+        even if it passes; `exclusive_ids`: ids of the parameters that only this optimizer should write."""
         number, tensors = sampled.number, dict[str, Any]()
         # A learning rate in a tensor may be on a GPU: assume that it is above 0.
         likely = [1.0 if rate is None else rate for rate in sampled.rates]
@@ -122,29 +124,31 @@ class Movement:
         ]
         pairs = zip(self._samples, weights_now, gradients, strict=True)
         for index, (sample, weights, slopes) in enumerate(pairs):
-            # A smaller gradient may be rounding alone, as that of a bias before a batch norm.
+            # A smaller gradient may be rounding only, as for a bias before a batch norm.
             size = slopes.abs()
             smallest = size.max() * self._torch.finfo(slopes.dtype).eps ** 0.5
             self._pushed[index] = self._pushed[index] | (size > smallest)
             tensors[f"pushed {index}"] = self._pushed[index]
             tensors[f"nonzero {index}"] = slopes != 0
             if number >= _EACH and not self._knows_zeros:
-                # The sampled rows of an embedding may be those of tokens that do not occur.
-                tensors[f"whole {index}"] = self._torch.stack(list(map(self._norm, sample.rows)))
-            # An optimizer may return to its first weights: remember each change.
+                # Read the whole tensor: the sampled rows of an embedding may belong to tokens that do not occur.
+                tensors[f"whole {index}"] = self._torch.stack(
+                    list(map(self._largest_gradient, sample.rows))
+                )
+            # Keep earlier changes: weights may return to their first values.
             self._moved[index] = self._moved[index] | (weights != self._first[index])
             tensors[f"moved {index}"] = self._moved[index]
             tensors[f"nan {index}"] = weights.isnan()
             tensors[f"before {index}"] = self._before[index]
             tensors[f"change {index}"] = weights - self._before[index]
             if previous and not sampled.runs_script:
-                # Neither a backward pass nor the script wrote these gradients since the previous sampled step.
+                # Gradients that are 0 or unchanged were not written since the previous sampled step.
                 stale = (slopes == 0) | (slopes == previous[index])
                 tensors[f"frozen {index}"] = (weights != self._before[index]) & stale
         sampled.judge_later(lambda read: self._lines(sampled, state, is_asked, read), tensors)
 
-    def _norm(self, rows: Rows) -> Any:
-        """Return the largest gradient of a whole tensor; 1 where it has none, or one that cannot be read."""
+    def _largest_gradient(self, rows: Rows) -> Any:
+        """Return the largest gradient of a whole tensor; 1 if it has no gradient or cannot be read."""
         gradient = getattr(rows.of(), "grad", None)
         local = None if gradient is None else local_of(self._torch, gradient)
         if local is None:
@@ -153,10 +157,10 @@ class Movement:
 
     # Once the device has passed the step.
 
-    def _outside(
+    def _judge_outside_writes(
         self, sampled: SampledStep, exclusive_ids: set[int], changed: dict[int, Any]
     ) -> list[Line]:
-        """Return the verdict on the weights between a step and the one before it."""
+        """Return the verdict on writes to the weights between the previous step and this one."""
         name, step = sampled.name, sampled.number
         columns = (
             changed[index].split(sample.counts) for index, sample in enumerate(self._samples)
@@ -184,9 +188,9 @@ class Movement:
         is_asked: bool,
         tensors: dict[str, Any],
     ) -> list[Line]:
-        """Return the verdicts. `state`: whether each tensor is frozen (requires no gradient), trained at a learning
-        rate above 0 that no longer rises, and had the learning rate 0 at every step while others had more."""
-        # Another verdict says why weights stay.
+        """Return the verdicts. `state`, three booleans for each tensor: it requires no gradient; it is trained at a
+        learning rate above 0 that no longer rises; its learning rate was 0 at every step."""
+        # If another check has failed, it explains why weights do not move.
         self.is_settled |= sampled.has_failed
         trained: list[Any] = []
         moved, still, with_nan, driven, resting, zero = [], [], [], [], [], []
@@ -248,7 +252,7 @@ class Movement:
         return [*lines, *self._zero_gradients(name, sampled.number, trained, zero)]
 
     def _share(self, label: str, weights: Any, change: Any) -> float:
-        """Return the size of a step relative to the first size of the matrix; 0 if that is unknown."""
+        """Return the size of a step relative to the size of the matrix when first measured; 0 if not finite."""
         first_size = self._sizes.setdefault(label, _size(weights))
         share = _size(change) / first_size if first_size else math.inf
         return share if math.isfinite(share) else 0.0
@@ -256,10 +260,10 @@ class Movement:
     def _updates(
         self, sampled: SampledStep, changing: int, unchanged: int, shares: list[float]
     ) -> list[Line]:
-        """Judge whether most 16-bit weights with a gradient stay unchanged because the update is below their precision:
-        not during a warm-up or once the learning rate has fallen by half, where that is normal. Report a step that is
-        large relative to the matrices, which alone is no mistake: a small problem may be learnt so. The rule
-        `update_too_large` checks whether the loss falls."""
+        """Judge whether updates below their precision leave most 16-bit weights unchanged. That is normal during a
+        warm-up and once the learning rate has fallen by half, where it is not judged. Report an update that is large
+        relative to the matrices as a fact: it is no mistake in a small problem. The rule `update_too_large` checks
+        whether the loss falls."""
         lines: list[Line] = []
         rate = max(filter(None, sampled.rates), default=0.0)
         if changing and self._rounds:
@@ -272,7 +276,7 @@ class Movement:
             if unchanged > _MAX_UNCHANGED * changing:
                 level = self._level_of_vanishing
                 text += ": the update is below half a unit in their last place"
-                # This says why weights stay.
+                # This explains why weights do not move.
                 self.is_settled |= level == FAIL
             lines.append(("vanishing_updates", level, text, about))
         share = statistics.median(shares) if shares else 0.0

@@ -1,7 +1,7 @@
-"""Find which parameters are trained (those that backward passes reach and optimizers hold) and their names.
+"""Find the names of parameters, and check that each trained parameter gets a gradient and is in an optimizer.
 
-The autograd graph of a backward pass shows what it reaches: no module is hooked, and it does not matter how the script
-calls its model.
+The parameters that a backward pass reaches are read from its autograd graph: no module is hooked, and it does not
+matter how the script calls its model.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ PASS, UNKNOWN, FACT, SUSPICION, FAIL = (
 Line = tuple[str, str, str, dict[str, Any]]
 """Verdict: id of the identity, level, message, and its numbers."""
 WITHDRAWN = "withdrawn"
-"""Number of a pass that takes back the earlier suspicions of its identity."""
+"""Key in a passing verdict's numbers: the verdict withdraws earlier suspicions of its identity."""
 
 NAMED = 3
 """Maximum number of parameters that a message names."""
 _CHECKED = 64
 """Maximum number of parameters without a gradient that are checked at each step."""
 _MAX_NODES = 100_000
-"""Maximum number of nodes that are read of a graph, about 0.1 s; a larger graph is read in part."""
+"""Maximum number of nodes of a graph that are read, which takes about 0.1 s; a larger graph is read partly."""
 _WARNED, _REGISTRY = "None of the inputs have requires_grad=True", "__warningregistry__"
-"""Warning of a reentrant checkpoint that gives no gradients, and the attribute where Python records warnings."""
+"""torch's warning about a reentrant checkpoint that gives no gradients; attribute in which Python records warnings."""
 _MAX_SEARCHES = 32
 """Maximum number of searches for modules in a process, about 0.1 s each."""
 _MAX_GRAPHS = 4
-"""Maximum number of graphs that are read before one step, which may have any number of micro-batches."""
+"""Maximum number of graphs that are read for one step: a step may have many micro-batches."""
 _MAX_SECONDS = 2.0
 """Time limit for reading all graphs of a process, in seconds."""
 
@@ -51,8 +51,8 @@ class ReachedLeaves:
         self.steps = 0
         """Number of optimizer steps of the process so far."""
         self._leaves: dict[int, tuple[weakref.ref[Any], int]] = {}
-        self._in_part = -1
-        """Newest step before which a graph was read in part or not at all."""
+        self._newest_unread = -1
+        """Value of `steps` when a graph was last read partly or not at all."""
         self._read = 0
         self._left_s = _MAX_SECONDS
 
@@ -60,15 +60,15 @@ class ReachedLeaves:
         self.steps += 1
         self._read = 0
 
-    def passed_by(self) -> None:
+    def not_read(self) -> None:
         """Record a backward pass whose graph is not read."""
-        self._in_part = self.steps
+        self._newest_unread = self.steps
 
     def read(self, tensors: Iterable[Any]) -> list[Any] | None:
-        """Read the graph of a backward pass; return its embedding nodes, None where it is not read."""
+        """Read the graph of a backward pass; return its embedding nodes, or None if the graph is not read."""
         self._read += 1
         if self._read > _MAX_GRAPHS or self._left_s <= 0:
-            self.passed_by()
+            self.not_read()
             return None
         begin_s = time.monotonic()
         embeddings = self._walk(tensors)
@@ -91,18 +91,18 @@ class ReachedLeaves:
                 embeddings.append(node)
             elif kind == "CheckpointFunctionBackward":
                 # A reentrant checkpoint recomputes into a separate graph.
-                self.passed_by()
+                self.not_read()
             for child, _ in node.next_functions:
                 if child is not None and child not in known:
                     known.add(child)
                     pending.append(child)
             if len(known) > _MAX_NODES:
-                self.passed_by()
+                self.not_read()
                 break
         return embeddings
 
     def since(self, step: int) -> tuple[dict[int, Any], bool]:
-        """Return the leaves reached after `step` steps, by id, and whether they are all."""
+        """Return the leaves reached since `steps` was `step`, by id, and whether all graphs were read completely."""
         leaves = {
             leaf_id: (reference(), reached_at)
             for leaf_id, (reference, reached_at) in self._leaves.items()
@@ -117,11 +117,11 @@ class ReachedLeaves:
             for leaf_id, (leaf, reached_at) in leaves.items()
             if leaf is not None and reached_at >= step
         }
-        return recent, self._in_part < step
+        return recent, self._newest_unread < step
 
 
 def labelled(optimizer: Any) -> list[tuple[Any, str]]:
-    """Return the parameters of an optimizer with labels."""
+    """Return the parameters of an optimizer, each with its group and index as a label."""
     return [
         (parameter, f"group {index}, parameter {place}")
         for index, group in enumerate(optimizer.param_groups)
@@ -137,7 +137,7 @@ class Modules:
     """Modules of the process, found by a search of all its objects, which takes as long as a garbage collection."""
 
     def __init__(self, torch: Any, objects: list[Any] | None = None) -> None:
-        """`objects`: those among which the modules are; by default all of the process."""
+        """`objects`: the objects to search; by default all objects of the process."""
         module_type, every = torch.nn.Module, gc.get_objects() if objects is None else objects
         # Not isinstance: it would call code of the script's proxy objects.
         self.every = [module for module in every if issubclass(type(module), module_type)]
@@ -196,8 +196,8 @@ class Modules:
 
 
 class Search:
-    """Searches for the modules of the process, limited in number. Between two backward passes all callers share one
-    search, since there may be an optimizer for each parameter."""
+    """Searches for the modules of the process, limited in number. All callers between two backward passes share one
+    search: there may be as many optimizers as parameters."""
 
     def __init__(self, torch: Any) -> None:
         self._torch, self._searches_left = torch, _MAX_SEARCHES
@@ -205,7 +205,7 @@ class Search:
 
     @property
     def modules(self) -> Modules:
-        """All modules of the process; none if there were too many searches."""
+        """All modules of the process; empty once _MAX_SEARCHES is reached."""
         if self._modules is None:
             self._searches_left -= 1
             self._modules = Modules(self._torch, None if self._searches_left >= 0 else [])
@@ -216,7 +216,7 @@ class Search:
 
 
 def parameters_of(module: Any) -> list[tuple[str, Any]]:
-    """Return the parameters of a module itself with their names, without calling code of the script."""
+    """Return names and parameters of a module without its children, without calling code of the script."""
     members = (vars(module).get("_parameters") or {}).items()
     return [(name, one) for name, one in members if one is not None]
 
@@ -231,21 +231,22 @@ def listed(names: list[str]) -> str:
 
 
 def named(modules: Modules, parameters: Iterable[tuple[Any, str]]) -> str:
-    """Return the names of the first parameters; of one that no module holds, the label given with it."""
+    """Return the names of the first parameters. A parameter that no module holds is named by its label."""
     return listed([modules.name(one) or label for one, label in parameters])
 
 
 class MissingGradients:
-    """Check that the parameters of one optimizer get gradients, and no others do, at its sampled steps."""
+    """Check at sampled steps that all parameters of one optimizer get gradients, and parameters outside of optimizers
+    get none."""
 
     def __init__(self) -> None:
         self._sampled_steps = 0
         self._without: dict[int, weakref.ref[Any]] = {}
-        """Parameters without a gradient at all sampled steps."""
+        """Parameters that had no gradient at any sampled step."""
         self.is_suspected = False
-        """Whether some of those are suspected."""
+        """Whether parameters without gradients were reported."""
         self._lost = 0
-        """Number of steps without a single gradient, although a backward pass had reached some parameters."""
+        """Number of steps at which no parameter had a gradient although a backward pass had reached some."""
         self._got = False
 
     def check(
@@ -288,7 +289,7 @@ class MissingGradients:
             return [("no_gradient", SUSPICION, text, {"parameters": 0})]
         idle = [parameter for parameter, _ in trainable if id(parameter) in self._without]
         owned = {id(parameter) for parameter in others} | set(labels)
-        # A custom autograd function may give no gradient to a parameter that it reads.
+        # A custom autograd function may return no gradient for a parameter: then `grad` is None.
         unowned = [
             parameter
             for id_, parameter in reached.items()
@@ -313,14 +314,16 @@ class MissingGradients:
         return self._judge_missing(torch, name, idle, unowned, reached, labels, bool(set_by_script))
 
     def has_caught_up(self) -> bool:
-        """Return whether a suspicion must be withdrawn: each of its parameters has had a gradient since."""
+        """Return whether to withdraw the suspicion: by now each of its parameters has had a gradient."""
         if not self.is_suspected:
             return False
         for id_ in list(itertools.islice(self._without, _CHECKED)):
             ref = self._without.pop(id_)
             parameter = ref()
             if parameter is not None and parameter.grad is None:
-                self._without[id_] = ref  # at the end: the next step checks others
+                self._without[id_] = (
+                    ref  # to the end of the queue: the next call checks other parameters
+                )
         self.is_suspected = bool(self._without)
         return not self.is_suspected
 
@@ -334,8 +337,8 @@ class MissingGradients:
         labels: dict[int, str],
         are_set_by_script: bool,
     ) -> list[Line]:
-        """Judge parameters of the optimizer without gradients (`idle`) and those with gradients in no optimizer
-        (`loose`)."""
+        """Judge parameters of the optimizer that get no gradient (`idle`), and parameters that get gradients and are in
+        no optimizer (`unowned`)."""
         modules = Modules(torch)
 
         def names(parameters: list[Any]) -> str:
@@ -346,7 +349,7 @@ class MissingGradients:
 
         unowned = sorted(filter(modules.name, unowned), key=modules.name)
         trained = {modules.root(parameter) for parameter in reached.values()}
-        # Stale: held by no module, or by one of which no parameter was reached.
+        # Stale: in no module, or in a model none of whose parameters was reached.
         stale = [parameter for parameter in idle if modules.root(parameter) not in trained - {None}]
         numbers = {"idle": len(idle), "loose": len(unowned), "stale": len(stale)}
         if (
@@ -370,7 +373,7 @@ class MissingGradients:
             if _WARNED in str(getattr(checkpoint, _REGISTRY, "")):
                 text += "; torch warns that no input of a checkpointed layer requires a gradient"
             lines.append(("no_gradient", SUSPICION, text, numbers))
-        # A script that sets gradients itself (fp32 master weights) trains copies: the originals are in no optimizer.
+        # A script that sets gradients itself trains copies (fp32 master weights): the originals are in no optimizer.
         if unowned and not are_set_by_script:
             text = (
                 f"{len(unowned)} parameters get gradients and are in no optimizer: {names(unowned)}"
@@ -380,10 +383,10 @@ class MissingGradients:
 
 
 def _match_shapes(unowned: list[Any], stale: list[Any]) -> bool:
-    """Return whether each stale parameter has an unowned counterpart of its shape."""
+    """Return whether each stale parameter has an unowned counterpart of the same shape."""
     return not Counter(one.shape for one in stale) - Counter(one.shape for one in unowned)
 
 
 def _have_lost_matrix(modules: Modules, stale: list[Any]) -> bool:
-    """Return whether a matrix among the stale parameters is held by no module any more: it was replaced."""
+    """Return whether one of the stale matrices is in no module: the script replaced it."""
     return any(one.dim() > 1 and modules.root(one) is None for one in stale)

@@ -1,5 +1,5 @@
-"""Find mistakes in the nodes next to a loss: predictions and targets that broadcast to a table of all pairs, logits
-bounded by an activation, batches of one class, and terms without a gradient."""
+"""Find mistakes in the graph nodes next to a loss: predictions and targets that broadcast to (N, N), logits bounded by
+an activation, batches with labels of one class, and terms of the loss without a gradient."""
 
 # Shapes: N predictions
 
@@ -12,7 +12,7 @@ from .graph import CROSS_ENTROPIES, POINTWISE, labels_of, saved, source
 from .parameters import PASS, SUSPICION, Line
 
 _MIN_LABELS = 8
-"""Minimum number of labels of a judged batch; fewer may be of one class by chance."""
+"""Minimum number of labels of a batch that is judged; fewer may be of one class by chance."""
 _IN_A_ROW = 3
 _BOUNDED = {
     "ReluBackward0": "a ReLU, so none is below 0",
@@ -27,16 +27,17 @@ _POINTWISE_NODES = {
         *("Where", "View", "UnsafeView", "Clone", "Squeeze", "Unsqueeze"),
     )
 }
-"""Nodes that are pointwise, reduce or reshape."""
+"""Nodes that are pointwise, reduce or reshape, as in a loss written by hand."""
 _ROUNDINGS = 64
-"""Maximum difference between a loss and the sum of its terms that counts as rounding, in roundings of the loss."""
+"""Maximum difference between a loss and the sum of its terms that counts as rounding, in units of the loss's last
+place."""
 _MAX_DEPTH = 16
-"""Maximum depth of sums and factors between a loss and a term, in nodes."""
+"""Maximum number of sum and factor nodes between a loss and a term."""
 _BINARY = "BinaryCrossEntropyWithLogitsBackward0"
 
 
 class Classes:
-    """Check of one optimizer's batches for labels of only one class."""
+    """Check of whether one optimizer's batches have labels of only one class."""
 
     def __init__(self) -> None:
         self._in_a_row = 0
@@ -59,20 +60,20 @@ class Classes:
 
 
 class Terms:
-    """Check of one optimizer's losses for a term without a gradient that differs from step to step."""
+    """Check of whether one optimizer's losses have a term without a gradient whose value changes between steps."""
 
     def __init__(self) -> None:
         self._previous: float | None = None
 
     def add(self, loss: float, trained: float, rounding: float) -> list[Line]:
-        """Return the verdict on the value of a loss and that of its terms with a gradient."""
+        """Return the verdict on a loss. `trained`: sum of its terms with a gradient."""
         untrained, previous = loss - trained, self._previous
         if not math.isfinite(untrained):
             return []
         self._previous = untrained
         if abs(untrained) <= rounding:
             return [("untrained_term", PASS, "all terms of the loss have a gradient", {})]
-        # A number that is the same in each step has no gradient anyway.
+        # A constant term has no gradient by design.
         if previous is None or abs(untrained - previous) <= rounding:
             return []
         text = f"of a loss of {loss:.4g} only {trained:.4g} has a gradient: a term of {untrained:.4g} trains nothing"
@@ -80,12 +81,13 @@ class Terms:
 
 
 class Pitfalls:
-    """Findings in the nodes of one backward pass."""
+    """Verdicts from the nodes of one backward pass."""
 
     def __init__(self, torch: Any, nodes: list[Any], tensors: list[Any]) -> None:
         self.lines: list[Line] = []
         self.terms = _terms(torch, tensors[0]) if len(tensors) == 1 else None
-        """Value of the loss, of its terms with a gradient, and what may be rounding, on the device; None if unknown."""
+        """On the device: the loss, the sum of its terms with a gradient, and the rounding tolerance; None if
+        unknown."""
         self.labels: Any = None
         """Lowest label, highest label and number of labels of a cross entropy, on the device."""
         for node, way in nodes:
@@ -103,7 +105,7 @@ class Pitfalls:
             self._bounded(log_softmax)
         targets, ignored = labels_of(node)
         if self.labels is None and targets is not None and targets.numel():
-            # Labels may be bytes, which cannot hold the limits below.
+            # Labels may be uint8, which cannot hold the limits below.
             targets = targets.long()
             known = targets != ignored
             lowest = torch.where(known, targets, 1 << 40).min()
@@ -125,8 +127,8 @@ class Pitfalls:
             self._add("bounded_logits", SUSPICION, text, {})
 
     def _pairs(self, node: Any, kind: str) -> None:
-        """Judge whether a difference has the shape of the trained predictions, or is (N, N) between N of them and N
-        targets."""
+        """Judge the shape of the difference of predictions and targets: right is the shape of the predictions, wrong is
+        (N, N) for N predictions."""
         shape = _shape(saved(node, "self")) if kind in POINTWISE else _shape_after(node, 0)
         if shape is None:
             return
@@ -160,7 +162,7 @@ class Pitfalls:
 
 
 def _terms(torch: Any, loss: Any) -> Any:
-    """Return the value of a loss, of its terms with a gradient, and what may be rounding; None if they are not all
+    """Return a loss, the sum of its terms with a gradient, and the rounding tolerance; None unless all these terms are
     cross entropies."""
     root = getattr(loss, "grad_fn", None)
     trained = None if root is None or loss.dim() else _value(torch, root, 0)
@@ -172,8 +174,8 @@ def _terms(torch: Any, loss: Any) -> Any:
 
 
 def _value(torch: Any, node: Any, depth: int) -> Any:
-    """Return the value of the terms with a gradient below a node, by sums, factors and cross entropies; None where
-    there is something else."""
+    """Return the sum of the terms with a gradient below a node, computed from sums, factors and cross entropies; None
+    if there are other nodes."""
     kind = type(node).__name__
     children = [child for child, _ in node.next_functions]
     if kind in CROSS_ENTROPIES:
@@ -197,7 +199,7 @@ def _value(torch: Any, node: Any, depth: int) -> Any:
         if any(child is None for child in values) or type(node._saved_alpha) not in (int, float):
             return None
         return values[0] + values[1] * (node._saved_alpha if kind[0] == "A" else -node._saved_alpha)
-    # A product of two trained numbers has no terms.
+    # A product of two trained values is not a sum of terms.
     trained = [index for index, child in enumerate(children) if child is not None]
     value = _value(torch, children[trained[0]], depth + 1) if len(trained) == 1 else None
     factor = saved(node, "self" if trained == [1] else "other")
@@ -207,7 +209,8 @@ def _value(torch: Any, node: Any, depth: int) -> Any:
 
 
 def _is_pointwise(way: list[Any]) -> bool:
-    """Return whether the way to a loss has only pointwise nodes and reductions; deeper nodes belong to a model."""
+    """Return whether all nodes between a node and the loss are pointwise or reductions; else the node belongs to the
+    model."""
     return all(_kind_of(node) in _POINTWISE_NODES for node in way)
 
 

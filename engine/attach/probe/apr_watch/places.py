@@ -1,7 +1,7 @@
-"""Find the lines of the script's own files where its training happens, and the names of its objects there.
+"""Find the lines of the script that create and call its optimizer and model, and the names of these objects.
 
-With them `engine.flips.fixes` proposes a change of one line for a mistake. They are read once, at the first step of a
-training.
+`engine.flips.fixes` uses them to propose a change of one line that fixes a mistake. They are read once, at the first
+step of a training.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 from .parameters import held_by
 
 _OPTIMIZERS = 8
-"""Maximum number of optimizers whose creating line is kept."""
+"""Maximum number of optimizers whose creation line is kept."""
 _CO_OPTIMIZED = 1
-"""Flag of code whose local variables are in slots, so that `f_locals` is a copy."""
+"""Flag of a code object with fast locals: `f_locals` of its frames is a copy."""
 _ELSEWHERE = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 
@@ -33,23 +33,23 @@ class Places:
             self._folder = ""
         self._backward = ""
         self.model: Callable[[], Any] = lambda: None
-        """Weak reference to the model that was last seen with an optimizer."""
+        """Weak reference to the model that was last found next to an optimizer."""
         self._creations: weakref.WeakKeyDictionary[Any, tuple[str, str]] = (
             weakref.WeakKeyDictionary()
         )
-        """The line that created each optimizer, and the model's name at that line."""
+        """Line that created each optimizer, and the model's variable name at that line."""
 
     def backward_begins(self) -> None:
         self._backward, _ = self._site()
 
-    def optimizer_made(self, optimizer: Any) -> None:
+    def optimizer_created(self, optimizer: Any) -> None:
         if len(self._creations) < _OPTIMIZERS:
             site, frame = self._site()
             model = self._names(frame, optimizer).get("model", "") if frame is not None else ""
             self._creations[optimizer] = site, model
 
     def of_step(self, optimizer: Any) -> dict[str, dict[str, str]]:
-        """Return `places` and `names` of the training whose optimizer has just stepped."""
+        """Return the log fields `places` and `names` of the training whose optimizer has just stepped."""
         step, frame = self._site()
         creation, model = self._creations.get(optimizer, ("", ""))
         places = {"backward": self._backward, "step": step, "optimizer": creation}
@@ -61,7 +61,7 @@ class Places:
         }
 
     def _site(self) -> tuple[str, FrameType | None]:
-        """Return the innermost line of a file in the folder where the script was started."""
+        """Return the innermost line on the stack that is in a file of the script."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             if self.is_of_script(frame.f_code):
@@ -83,7 +83,7 @@ class Places:
         )
 
     def _names(self, frame: FrameType, optimizer: Any) -> dict[str, str]:
-        """Return what the script calls its model, a model that is not trained, and its schedule."""
+        """Return the script's variable names of its model, of a model that is not trained, and of its schedule."""
         trained_ids = set(map(id, held_by(optimizer)))
         groups = optimizer.param_groups
         module_type = self._torch.nn.Module
@@ -111,11 +111,11 @@ class Places:
 
 
 def visible(frame: FrameType) -> Iterator[tuple[str, Any]]:
-    """Yield what is visible in a frame: its variables, those of its module, and attributes of `self`."""
+    """Yield names and values that are visible in a frame: its variables, its module's, and attributes of `self`."""
     variables, outer = frame.f_locals, frame.f_globals
     local_variables = list(variables.items())
     if frame.f_code.co_flags & _CO_OPTIMIZED and isinstance(variables, dict):
-        # Before Python 3.13 the frame keeps this copy, which would hold the tensors of a step for as long.
+        # Before Python 3.13 the frame keeps this copy, so that it would keep the tensors of a step alive.
         variables.clear()
     yield from local_variables
     for name, value in local_variables:

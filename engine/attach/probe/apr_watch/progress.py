@@ -1,4 +1,4 @@
-"""Steps left of a training, by a framework's plan."""
+"""Compute the remaining steps of a training from a framework's plan."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def steps_left_of_trainer(state: Any) -> int | None:
-    """Return the steps left of a transformers Trainer, from its state between two steps; None if unknown."""
+    """Return the remaining steps of a transformers Trainer from its state between two steps; None if unknown."""
     max_steps, done = getattr(state, "max_steps", None), getattr(state, "global_step", None)
     return (
         max_steps - done
@@ -17,8 +17,8 @@ def steps_left_of_trainer(state: Any) -> int | None:
 
 
 def steps_left_of_lightning(trainer: Any) -> int | None:
-    """Return the steps left of a Lightning Trainer, from its attributes before a batch: to `max_steps` or the end of
-    `max_epochs`, whichever comes first; None if unknown."""
+    """Return the remaining steps of a Lightning Trainer from its attributes before a batch: until `max_steps` or until
+    the end of `max_epochs`, whichever is first; None if unknown."""
     module = getattr(trainer, "lightning_module", None)
     done = getattr(trainer, "global_step", None)
     # With manual optimization, `global_step` counts the steps of each optimizer.

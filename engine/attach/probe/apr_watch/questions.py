@@ -1,18 +1,19 @@
-"""Test properties that a model should have whatever mistake breaks them: repeat its own call with one thing changed.
+"""Repeat a call of the script's model with one thing changed, and check how the outputs change.
 
-    the same call           a model in eval mode, or an untrained one, should draw nothing at random
-    rows swapped            outputs are swapped, too
-    another second row      outputs of the first row stay nearly the same
-    a later token changed   earlier outputs at labels of a model that is trained on next tokens stay the same
-    padding changed         outputs elsewhere stay the same: its embeddings, as a model may find padding by its id
-    a document changed      outputs of the other documents of a packed row stay the same
+    nothing                       outputs of a model in eval mode, or of one that is not trained, are not random
+    rows swapped                  outputs are swapped, too
+    second row replaced           outputs of the first row stay nearly the same
+    a token replaced              earlier outputs of a model that is trained on next tokens stay the same
+    embeddings of padding         outputs at other positions stay the same (token ids stay: a model may detect padding
+                                  by them)
+    first document replaced       outputs of the other documents of a packed row stay the same
 
-One call of the model in the script's step is kept, two rows of it at most, and repeated after the step (`Untouched`:
-nothing of the script changes). Outputs count as the same if they are equal to the bit or within the rounding of their
-dtype; if a change is larger than rounding but not certainly more, the answer is unknown.
+The arguments of one call during the script's step are kept, at most two rows of them, and the call is repeated after
+the step in a context that restores the script's state (`Untouched`). Outputs count as the same if they are bitwise
+equal or differ by rounding of their dtype. A change between the two limits of `_ROUNDINGS` gives no verdict.
 
-A teacher's outputs are compared with the probabilities in the loss: that shows which positions and token ids of the
-teacher are paired with which of the student.
+A teacher's outputs are compared with the teacher's probabilities in the loss. This shows whether the loss pairs
+teacher and student at the same positions and token ids.
 """
 
 # Shapes: B rows, T tokens, V vocabulary, N positions, R sampled positions
@@ -32,56 +33,58 @@ from .parameters import FACT, PASS, SUSPICION, UNKNOWN, Line
 from .untouched import Untouched, tensors_in
 
 ASKED_STEPS = (2, 16)
-"""Steps of an optimizer after which its model is asked."""
+"""Steps of an optimizer after which its model's call is repeated."""
 _MAX_BYTES = 1 << 28
 """Maximum size of the tensors of a kept call, in bytes."""
 _MAX_MODELS, _MAX_TEACHERS = 32, 4
-"""Maximum number of trained models of a process that are asked, and of teachers of each."""
+"""Maximum number of trained models tested in a process, and of teachers for each."""
 _MAX_SECONDS, _MAX_SHARE = 5.0, 0.02
-"""Time for all questions of a process, and its share of the script's time for those after the first."""
+"""Maximum time for all repeated calls of a process in seconds; maximum share of the script's time, which applies after
+the first test of a model."""
 _ROUNDINGS = {False: (16.0, 1000.0), True: (1.0, 8.0)}
-"""Largest change of an output that is rounding, and smallest that certainly is a change, in units of the last place of
-the largest output; without and with 16-bit arithmetic (False, True). Unchanged outputs are mostly equal to the bit."""
-_MIXED = 0.1
-"""Smallest change of a row's outputs by another row, relative to them, that a shared scale of quantised activations
-does not explain."""
+"""Limits of rounding, in units of the last place of the largest output: up to the first a change is rounding, above the
+second it certainly is not. Keys: whether the model computes in 16 bits. Unchanged outputs are mostly bitwise equal."""
+_MIN_MIXING = 0.1
+"""Minimum relative change of one row's outputs, when another row is replaced, that is reported. Smaller changes may
+come from a quantisation scale that the rows share."""
 _SAME_ROW, _OTHER_ROW = 0.02, 0.05
-"""Total variation distance of probabilities, 0 to 1: maximum between a row of the loss and the teacher's output that it
-was computed from, and how much larger the distance to each other output must be."""
+"""Total variation distances, 0 to 1. First: maximum between probabilities in the loss and the teacher's output that
+they were computed from. Second: how much larger the distance to every other output must be."""
 _OUTPUTS, _MAX_ELEMENTS = 24, 1 << 24
-"""Maximum number of positions of a teacher's output that are kept, and of their elements."""
+"""Maximum number of positions of a teacher's output that are kept, and maximum number of their elements."""
 _MASKS = {"attention_mask": False, "src_key_padding_mask": True, "key_padding_mask": True}
-"""Names of arguments that mark padding, each with the boolean that means padding."""
+"""Names of mask arguments, each with the mask value that marks padding."""
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
 
 
-class _Unasked(Exception):
-    """Reason why a question cannot be asked."""
+class _CannotTest(Exception):
+    """Reason why a model cannot be tested."""
 
 
 class _Call:
-    """A kept call of a model: its arguments with two rows at most, modes, autocast, and the outputs if wanted."""
+    """A kept call of a model: its arguments (at most two rows), training modes and autocast state, and for a teacher
+    its output."""
 
     def __init__(self, torch: Any, model: Any, args: Any, kwargs: Any) -> None:
-        # Weak: a model that holds its hook would hold itself.
+        # A weak reference: the model holds the hook, which holds this call.
         self._torch, self._model = torch, weakref.ref(model)
         arguments = {**dict(enumerate(args)), **kwargs}
         first = next(iter(tensors_in(torch, arguments)), None)
         if first is None or not first.dim():
-            raise _Unasked("its call has no tensor with rows")
+            raise _CannotTest("its call has no tensor with rows")
         self.rows = int(first.shape[0])
         self.is_square = first.dim() > 1 and first.shape[1] == self.rows
-        """Whether another dimension, such as time, is as long as there are rows."""
+        """Whether the first two dimensions have the same size, so that rows and columns may be confused."""
         self._bytes = 0
         self.arguments: Any = _mapped(arguments, self._copy_of)
-        """Arguments by place or name."""
+        """Arguments by position or name."""
         self._names = [*inspect.signature(model.forward).parameters]
         self._modes = [module.training for module in model.modules()]
         kind = first.device.type
         try:
             is_on = torch.is_autocast_enabled(kind)
             dtype = torch.get_autocast_dtype(kind) if is_on else None
-        except (TypeError, RuntimeError, AttributeError):  # of an older torch
+        except (TypeError, RuntimeError, AttributeError):  # older versions of torch
             is_on, dtype = torch.is_autocast_enabled(), None
         self._autocast = {"device_type": kind, "dtype": dtype, "enabled": is_on}
         halves = (torch.float16, torch.bfloat16)
@@ -98,11 +101,11 @@ class _Call:
                 value = value[:2]
             self._bytes += value.numel() * value.element_size()
             if self._bytes > _MAX_BYTES:
-                raise _Unasked(f"the tensors of its call are more than {_MAX_BYTES >> 20} MiB")
+                raise _CannotTest(f"the tensors of its call are more than {_MAX_BYTES >> 20} MiB")
             return value.detach().clone()
         if isinstance(value, (*_ATOMS, torch.dtype, torch.device)):
             return value
-        raise _Unasked(f"its call has an argument of type {type(value).__name__}")
+        raise _CannotTest(f"its call has an argument of type {type(value).__name__}")
 
     def run(self, arguments: Any = None, context: Untouched | None = None) -> list[Any]:
         """Repeat the call; return the floating-point tensors of the output, logits first."""
@@ -120,16 +123,16 @@ class _Call:
     def model(self) -> Any:
         model = self._model()
         if model is None:
-            raise _Unasked("the model is gone")
+            raise _CannotTest("the model is gone")
         return model
 
     @property
     def modes(self) -> list[tuple[Any, bool]]:
-        """Whether each module was in training mode."""
+        """Pairs of a module and whether it was in training mode."""
         return list(zip(self.model.modules(), self._modes, strict=True))
 
     def limits(self, output: Any) -> tuple[float, float]:
-        """Return the largest change of an output that is rounding, and the largest that may still be rounding."""
+        """Return the two limits of `_ROUNDINGS` for this output, as absolute changes."""
         scale = _largest(output)
         return self._limits[0] * scale, self._limits[1] * scale
 
@@ -142,7 +145,7 @@ class _Call:
         return self._with(lambda rows: rows.flip(0))
 
     def repeated(self) -> Any:
-        """Return the arguments with the first row in the place of the second."""
+        """Return the arguments with the second row replaced by the first."""
         return self._with(lambda rows: rows[[0, 0]])
 
     def _with(self, change: Callable[[Any], Any]) -> Any:
@@ -153,8 +156,8 @@ class _Call:
         return _mapped(self.arguments, changed)
 
     def tokens(self, loss_tokens_BT: Any = None) -> tuple[int | str, Any] | None:
-        """Return the name or place of the argument with rows of tokens, and the tokens; of several such arguments, the
-        one equal to `loss_tokens_BT`. None if there is none."""
+        """Return the key (name or position) and value of the argument that holds token ids, (B, T). If there are
+        several, choose the one equal to `loss_tokens_BT`. None if there is none."""
         torch = self._torch
         by_name = ("input_ids", self.arguments.get("input_ids"))
         tokens = {
@@ -175,54 +178,55 @@ class _Call:
         return next(iter(tokens.items()), None)
 
     def padding(self, tokens_BT: Any) -> Any:
-        """Return which tokens are padding, (B, T), by a mask among the arguments."""
+        """Return a mask of the padding, (B, T), from a mask among the arguments; all False if there is none."""
         for name, marks in _MASKS.items():
             if _is_like(mask := self._named(name), tokens_BT):
                 return mask.bool() if marks else ~mask.bool()
         return self._torch.zeros_like(tokens_BT, dtype=self._torch.bool)
 
     def positions(self, tokens_BT: Any) -> Any:
-        """Return the argument with the positions of the tokens in their documents, (B, T); None if there is none."""
+        """Return the `position_ids` argument, (B, T); None if there is none."""
         positions_BT = self._named("position_ids")
         return positions_BT if _is_like(positions_BT, tokens_BT) else None
 
 
 class Budget:
-    """Remaining seconds and number of models for the questions of a process."""
+    """Remaining seconds and models for the repeated calls of a process."""
 
     seconds, models = _MAX_SECONDS, _MAX_MODELS
 
 
 class Questions:
-    """Questions to the models of one optimizer, and to its teachers."""
+    """Tests of the models of one optimizer and of their teachers by repeated calls."""
 
     def __init__(self, torch: Any, budget: Budget) -> None:
         self._torch, self._budget = torch, budget
         self._hooks: list[Any] = []
         self._calls: dict[int, _Call] = {}
         self._teachers: dict[int, int] = {}
-        """The outermost module of each module inside a teacher, by their ids."""
+        """Id of the outermost module, by the id of each module inside a teacher."""
         self._why = ""
-        self._has_asked = self._is_put_back = False
+        self._has_asked = self._was_restored = False
         self._spent_s, self._begun_s = 0.0, time.monotonic()
 
     def begin(self, models: list[Any], teachers: list[Any], world: int) -> None:
-        """Keep the next call of these models, if they can be asked."""
+        """Hook these models to keep their next call, if they can be tested."""
         elapsed_s = time.monotonic() - self._begun_s
-        if self._is_put_back or (self._has_asked and self._spent_s > _MAX_SHARE * elapsed_s):
+        if self._was_restored or (self._has_asked and self._spent_s > _MAX_SHARE * elapsed_s):
             return
         if not self._has_asked:
             if self._budget.models <= 0:
                 return
             self._budget.models -= 1
-        self._why = self._why_not([*models, *teachers], world)
+        self._why = self._reason_not_to_test([*models, *teachers], world)
         if self._why:
             return
         self._why = "no call of the model was seen"
         self._teachers = {}
         for top in [*models, *teachers[:_MAX_TEACHERS]]:
             for module in top.modules():
-                # The script may call any of them, as the first of a list of models; a single operation is no model.
+                # The script may call an inner module (the model may be in a container); one without children is a
+                # single operation, no model.
                 if module is not top and next(module.children(), None) is None:
                     continue
                 hook = module.register_forward_pre_hook(self._called, with_kwargs=True)
@@ -231,7 +235,7 @@ class Questions:
                     self._teachers[id(module)] = id(top)
                     self._hooks.append(module.register_forward_hook(self._returned))
 
-    def _why_not(self, models: list[Any], world: int) -> str:
+    def _reason_not_to_test(self, models: list[Any], world: int) -> str:
         if not models:
             return "no module holds the trained parameters"
         if world > 1:
@@ -262,14 +266,14 @@ class Questions:
         return ""
 
     def _called(self, module: Any, args: Any, kwargs: Any) -> None:
-        # An exception here would reach the script.
+        # This runs in a forward hook: an exception would reach the script.
         try:
             top = self._teachers.get(id(module))
             if any(self._teachers.get(at) == top for at in self._calls):
                 return
             if top is not None or self._torch.is_grad_enabled():
                 self._calls[id(module)] = _Call(self._torch, module, args, kwargs)
-        except _Unasked as error:
+        except _CannotTest as error:
             self._why = str(error)
         except Exception as error:  # noqa: BLE001
             self._why = f"its call could not be kept ({type(error).__name__})"
@@ -286,11 +290,12 @@ class Questions:
                     for table in tables
                     if table.shape[2] * _OUTPUTS <= _MAX_ELEMENTS
                 )
-        except Exception:  # noqa: BLE001  an output of another form
+        except Exception:  # noqa: BLE001  the output has an unknown structure
             pass
 
     def ask(self, losses: list[Loss | Divergence], data_rows: int | None) -> list[Line]:
-        """Return the verdicts after a step. `data_rows`: number of rows of the batch, if a data loader gave one."""
+        """Repeat the kept calls after a step and return the verdicts. `data_rows`: number of rows of the newest batch
+        of a data loader; None if unknown."""
         for hook in self._hooks:
             hook.remove()
         calls, why = self._calls, self._why
@@ -309,16 +314,16 @@ class Questions:
                     lines += self._ask_teacher(call, calls, losses)
                 else:
                     lines += self._ask_model(call, losses, data_rows)
-            except _Unasked as error:
+            except _CannotTest as error:
                 lines.append(("questions", UNKNOWN, str(error), {}))
-            except Exception as error:  # noqa: BLE001  a model may refuse a repeated call
+            except Exception as error:  # noqa: BLE001  a model may raise when its call is repeated
                 text = f"the second call of the model failed: {type(error).__name__}: {error}"
                 lines.append(("questions", UNKNOWN, text, {}))
         taken_s = time.monotonic() - begin_s
         self._spent_s += taken_s
         self._budget.seconds -= taken_s
-        if self._is_put_back:
-            text = "a repeated call changed the model or global variables, which was put back: it is not asked again"
+        if self._was_restored:
+            text = "a repeated call changed the model or global variables: they were restored, it is not called again"
             lines.append(("questions", FACT, text, {"seconds": taken_s}))
         return lines
 
@@ -330,13 +335,13 @@ class Questions:
         base = call.run(context=context)
         other_context = Untouched(torch, call.model, seed=1)
         repeated = call.run(context=other_context)
-        self._is_put_back = context.has_changed or other_context.has_changed
+        self._was_restored = context.has_changed or other_context.has_changed
         if not base:
-            raise _Unasked(f"{name} gives no tensor of floats")
+            raise _CannotTest(f"{name} gives no tensor of floats")
         if not _fits(torch, base):
-            raise _Unasked(f"two rows of {name} take more memory than the script has had free")
+            raise _CannotTest(f"two rows of {name} take more memory than the script has had free")
         if any(not output.isfinite().all() for output in base):
-            raise _Unasked(f"{name} gives NaN or infinite outputs")
+            raise _CannotTest(f"{name} gives NaN or infinite outputs")
         limits = [call.limits(output) for output in base]
         if _differ(torch, base, repeated, limits):
             if "dropout" in context.draws:
@@ -345,7 +350,7 @@ class Questions:
             return [("eval_is_random", FACT, f"{name} draws random numbers in eval mode, too", {})]
         text = f"{name} in eval mode gives the same outputs for the same input"
         lines: list[Line] = [("eval_is_random", PASS, text, {})]
-        if self._is_put_back:
+        if self._was_restored:
             return lines
         if call.rows > 1 and data_rows == call.rows and not call.is_square:
             lines += self._swap(call, base, limits, name)
@@ -356,7 +361,9 @@ class Questions:
         self, call: _Call, base: list[Any], limits: list[tuple[float, float]], name: str
     ) -> list[Line]:
         torch = self._torch
-        alone: dict[int, bool] = {}  # for each output, whether it may depend on its own row alone
+        alone: dict[
+            int, bool
+        ] = {}  # by index of the output: whether each row may depend on its own input row alone
         outputs = call.run(call.swapped())
         for index, (output, swapped_output) in enumerate(zip(base, outputs, strict=True)):
             if not output.dim() or output.shape[0] != 2 or output.shape != swapped_output.shape:
@@ -365,7 +372,7 @@ class Questions:
             change = _largest_change(torch, output, swapped_output)
             alone[index] = change <= limits[index][0]
             if output.dim() == 2:
-                # In similarities of all rows with all, the columns are swapped too.
+                # The output may be a matrix of similarities between all rows: then its columns are swapped too.
                 pair = output.sort(1).values, swapped_output.sort(1).values
                 change = min(change, _largest_change(torch, *pair))
             if change > limits[index][1]:
@@ -382,17 +389,18 @@ class Questions:
     def _repeat(
         self, call: _Call, base: list[Any], alone: dict[int, bool], name: str
     ) -> list[Line]:
-        """Change the second row: a softmax or a mean over rows treats them alike, and mixes them."""
+        """Replace the second row by the first. This finds a softmax or a mean over rows, which a swap does not: it
+        treats all rows alike."""
         if any(
             getattr(module, "track_running_stats", True) is False for module in call.model.modules()
         ):
-            return []  # a batch norm without running statistics mixes rows by design
+            return []  # batch norm without running statistics depends on all rows by design
         outputs = call.run(call.repeated())
         for index, (output, repeated_output) in enumerate(zip(base, outputs, strict=True)):
             if not alone.get(index) or output.shape != repeated_output.shape:
                 continue
             change = _largest_change(self._torch, output[:1], repeated_output[:1])
-            if change > max(_MIXED * _largest(output[0]), call.limits(output)[1]):
+            if change > max(_MIN_MIXING * _largest(output[0]), call.limits(output)[1]):
                 text = f"another second row in the input of {name} changes its outputs for the first, by {change:.3g}"
                 return [("rows_mixed", SUSPICION, text, {"apart": change})]
         return []
@@ -414,7 +422,7 @@ class Questions:
         positions_BT = call.positions(tokens_BT)
         if positions_BT is None:
             return lines
-        # A document begins where positions begin again.
+        # A document begins where the position is not the previous one plus 1.
         goes_on_BT = torch.ones_like(padding_BT)
         goes_on_BT[:, 1:] = positions_BT[:, 1:] == positions_BT[:, :-1] + 1
         is_first_BT = (~goes_on_BT).cumsum(1) == 0
@@ -434,9 +442,9 @@ class Questions:
     def _ask_padding(
         self, call: _Call, base: list[Any], tokens_BT: Any, padding_BT: Any
     ) -> list[Line]:
-        """Change the embeddings of padding: a model may find padding by its id, which stays."""
+        """Change the embeddings at padding. Token ids stay: a model may detect padding by them."""
         torch = self._torch
-        # Outputs for tokens, or for rows, as of a classifier.
+        # Outputs with one value per token, or one per row as of a classifier.
         of_tokens = [
             index for index, output in enumerate(base) if output.shape[:2] == tokens_BT.shape
         ]
@@ -494,7 +502,7 @@ class Questions:
         place_T = self._torch.arange(length, device=tokens_BT.device)
         place, kept = length // 2, place_T >= 0
         if labelled_BT is not None:
-            # A prompt without labels may be read in both directions.
+            # Attention within a prompt, which has no labels, may be bidirectional.
             columns = labelled_BT[:, :-1].any(0).nonzero().flatten().tolist()
             if not columns or labelled_BT.shape != tokens_BT.shape:
                 return []
@@ -518,11 +526,11 @@ class Questions:
     def _change(
         self, call: _Call, tokens: tuple[int | str, Any], logits_BTV: Any, change_BT: Any, kept: Any
     ) -> tuple[float, float, tuple[float, float]]:
-        """Change tokens; return the largest change of logits at the positions `kept`, where they should stay the same,
-        the largest change elsewhere, and the limits of rounding."""
+        """Replace the tokens at `change_BT`. Return the largest change of logits at the positions `kept`, where they
+        should stay the same, the largest change at other positions, and the limits of rounding."""
         key, tokens_BT = tokens
         other_BT = self._torch.where(change_BT, tokens_BT.roll(1, 1), tokens_BT)
-        # Where the token before is the same one, take another of the row.
+        # If the previous token is the same, use the largest or smallest token id of the row.
         same_BT = change_BT & (other_BT == tokens_BT)
         other_BT = self._torch.where(same_BT, tokens_BT.amax(1, keepdim=True), other_BT)
         other_BT = self._torch.where(
@@ -569,7 +577,7 @@ class Questions:
         return [*lines, ("teacher_mode", PASS, text, {})]
 
     def _align(self, divergence: Divergence, call: _Call, length: int) -> list[Line]:
-        """Compare the teacher's probabilities in a loss with the teacher's output for the same tokens."""
+        """Compare the teacher's probabilities in the loss with the teacher's output at shifted positions and ids."""
         sample_RV, start, rows = divergence.sample(), divergence.start, call.output
         width, remainder = divmod(divergence.positions, call.rows)
         if start is None or rows is None or remainder or not length - 4 < width <= length:
@@ -588,7 +596,9 @@ class Questions:
                 p_RV = sample_RV[: len(kept_R)][kept_R.to(sample_RV.device)].to(rows.device)
                 if len(p_RV):
                     pairs[shift, first_id] = logits_RV, p_RV
-        distances = {pair_key: _variation(*pair, temperature) for pair_key, pair in pairs.items()}
+        distances = {
+            pair_key: _total_variation(*pair, temperature) for pair_key, pair in pairs.items()
+        }
         if not distances:
             return []
         best = min(distances, key=lambda pair_key: distances[pair_key])
@@ -617,19 +627,19 @@ class Questions:
         return lines
 
 
-def _variation(logits_RV: Any, p_RV: Any, temperature: float) -> float:
-    """Return the mean total variation between the probabilities of logits at a temperature and others."""
+def _total_variation(logits_RV: Any, p_RV: Any, temperature: float) -> float:
+    """Return the mean total variation distance between the softmax of logits at a temperature, and `p_RV`."""
     return float(((logits_RV / temperature).softmax(-1) - p_RV).abs().sum(1).mean()) / 2
 
 
 def _other_temperature(student_temperature: float, logits_RV: Any, p_RV: Any) -> list[Line]:
-    """Return the verdict on a teacher whose probabilities are those of its logits at another temperature: ln p is then
-    linear in the logits, with the slope 1 / T. A temperature below 1 sharpens a teacher on purpose."""
-    # Use the two likeliest tokens: the logarithm of a small 16-bit number has few digits.
+    """Return the verdict on a teacher's temperature T that differs from the student's. ln p is linear in the logits
+    with slope 1 / T, which gives T. T below 1 is not reported: it sharpens the teacher on purpose."""
+    # Use the two most likely tokens: small probabilities in 16 bits are too imprecise.
     two_R2 = p_RV.topk(2).indices
     slope_R = p_RV.gather(1, two_R2).log().diff(dim=1) / logits_RV.gather(1, two_R2).diff(dim=1)
     temperature = 1 / float(slope_R.nan_to_num(0.0, 0.0, 0.0).median() or 1.0)
-    apart, ratio = _variation(logits_RV, p_RV, temperature), temperature / student_temperature
+    apart, ratio = _total_variation(logits_RV, p_RV, temperature), temperature / student_temperature
     if not (
         apart <= _SAME_ROW
         and min(temperature, student_temperature) > 0.99
@@ -653,13 +663,14 @@ _LIBRARIES = (
     "pytorch_lightning",
     "apr_watch",
 )
-"""Packages whose forward hooks may run once more."""
+"""Packages whose forward hooks may run in a repeated call."""
 
 
 def _verdict(
     id: str, apart: float, limits: tuple[float, float], wrong: str, right: str
 ) -> list[Line]:
-    """Return the verdict on outputs that should stay the same; none for a change between the limits."""
+    """Return the verdict on outputs that should stay the same, by their change `apart`: wrong above the second limit,
+    right up to the first, none between."""
     if apart > limits[1]:
         return [(id, SUSPICION, wrong, {"apart": apart})]
     return [(id, PASS, right, {})] if apart <= limits[0] else []
@@ -672,12 +683,12 @@ def _differ(torch: Any, one: list[Any], two: list[Any], limits: list[tuple[float
     )
 
 
-_AT_ONCE = 128
-"""Number of positions compared at a time: the logits of all positions may be gigabytes."""
+_POSITIONS_PER_CHUNK = 128
+"""Number of positions compared at a time: a copy of the logits of all positions may take gigabytes."""
 
 
 def _largest_change(torch: Any, first: Any, second: Any) -> float:
-    """Return the largest difference of two tensors."""
+    """Return the largest absolute difference of two tensors."""
     return float(_change_by_position(torch, first, second).max()) if first.numel() else 0.0
 
 
@@ -686,13 +697,16 @@ def _largest(output: Any) -> float:
 
 
 def _change_by_position(torch: Any, first: Any, second: Any) -> Any:
-    """Return the largest difference at each position, (B, T); of outputs without a last dimension, each difference."""
+    """Return the largest absolute difference at each position, (B, T). Outputs with fewer than 3 dimensions give the
+    difference of each element."""
     if first.dim() < 3:
         return (first.double() - second.double()).abs()
     rows = [
         [
             (p.double() - q.double()).abs().amax(-1)
-            for p, q in zip(a.split(_AT_ONCE), b.split(_AT_ONCE), strict=True)
+            for p, q in zip(
+                a.split(_POSITIONS_PER_CHUNK), b.split(_POSITIONS_PER_CHUNK), strict=True
+            )
         ]
         for a, b in zip(first, second, strict=True)
     ]
@@ -700,7 +714,7 @@ def _change_by_position(torch: Any, first: Any, second: Any) -> Any:
 
 
 def _fits(torch: Any, outputs: list[Any]) -> bool:
-    """Return whether two more copies of these outputs fit below the script's own peak of GPU memory."""
+    """Return whether two more copies of these outputs stay below the script's own peak GPU memory."""
     if not any(output.is_cuda for output in outputs):
         return True
     free = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
@@ -712,7 +726,7 @@ def _is_like(value: Any, tokens_BT: Any) -> bool:
 
 
 def _logits_for(found: list[Any], tokens_BT: Any) -> Any:
-    """Return the outputs for tokens, (B, T, V); None where there are none."""
+    """Return the first output with shape (B, T, V); None if there is none."""
     return next(
         (output for output in found if output.dim() == 3 and output.shape[:2] == tokens_BT.shape),
         None,
@@ -720,7 +734,7 @@ def _logits_for(found: list[Any], tokens_BT: Any) -> Any:
 
 
 def _parts(output: Any) -> Any:
-    """Return the parts of a model's output, logits first."""
+    """Return the items of a model's output, logits first."""
     if isinstance(output, Mapping):
         names = sorted(output, key=lambda name: name != "logits")
         return [_parts(output[name]) for name in names]
@@ -730,7 +744,7 @@ def _parts(output: Any) -> Any:
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a call's argument with each part of it changed."""
+    """Return a call's argument with `change` applied to each leaf of its dicts, lists and tuples."""
     if type(value) is dict:
         return {name: _mapped(one, change) for name, one in value.items()}
     if type(value) in (list, tuple):

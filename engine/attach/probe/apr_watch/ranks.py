@@ -1,10 +1,10 @@
-"""Check that the ranks of a training hold the same weights, read different data and weigh labelled tokens the same.
+"""Check that the ranks of a training hold the same weights, read different data and weigh labelled tokens equally.
 
 At sampled steps each rank appends a record to its own file in the training's folder: a hash of some elements of each
 parameter, and a hash of each batch trained on so far. Rank 0 reads the records of the ranks on its host and compares.
-No rank waits for another or uses a collective; a record that never arrives makes the result unknown.
+No rank waits for another, and no collective is called. If a record never arrives, the verdict is unknown.
 
-Weights are read before a step, not after it: a script may average them in between.
+Weights are read before a step, not after it, since a script may average them between two steps.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from .values import EXIT_WAIT_S, HostCopies, is_capturing
 
 DRIFT, DATA = "rank_drift", "rank_data"
 _MAX_PARAMETERS, _ELEMENTS = 512, 64
-"""Limits of a record: parameters of an optimizer, and elements of each parameter."""
+"""Maximum number of parameters in a record, and of sampled elements of each parameter."""
 _MAX_BATCHES, _MIN_BATCHES = 16, 2
-"""Number of first batches of a training that are compared: maximum and minimum."""
+"""Maximum and minimum number of a training's first batches that are compared."""
 _MAX_PENDING = 64
 """Maximum number of snapshots that wait for a GPU or for other ranks."""
 _MAX_BYTES = 1 << 22
@@ -54,19 +54,19 @@ _READ_EVERY_S = 0.2
 
 
 class Record(NamedTuple):
-    """Weights of one optimizer on one rank before one of its steps, as hashes."""
+    """Hashes of the weights of one optimizer on one rank before one of its steps."""
 
     optimizer: int
-    """Index of the optimizer in the process, in the order of first steps."""
+    """Index of the optimizer in the process, in the order in which optimizers were first sampled."""
     step: int
     layout: str
     """Hash of the names, shapes and dtypes of its parameters."""
     digests: list[str]
     """Hash of the sampled elements of each parameter."""
     batches: list[list[str]]
-    """Hash of the sampler's indices and hash of the content of each trained batch; empty where they are not known."""
+    """For each training batch a hash of its sampler indices and a hash of its content; "" if unknown."""
     tokens: list[list[float]]
-    """Weights and counts of labelled tokens of each backward pass; empty where they are not known."""
+    """Weights and counts of labelled tokens for each backward pass; empty if unknown."""
 
 
 _HEX = 8
@@ -77,7 +77,7 @@ def _digest(data: bytes) -> str:
 
 
 def write(folder: str, rank: int, records: Iterable[Record]) -> None:
-    """Append records to the file of a rank, each with one system call."""
+    """Append records to the file of a rank, each by one write call."""
     path = _path(folder, rank)
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(path, "ab", buffering=0) as file:
@@ -107,7 +107,7 @@ class Records:
                     data = file.read(_MAX_BYTES)
             except OSError:
                 continue
-            # The last line may still be incomplete: read it next time.
+            # The last line may be incomplete: it is read by the next call.
             complete = data[: data.rfind(b"\n") + 1]
             self._read[rank] = begin + len(complete)
             for line in complete.splitlines():
@@ -124,15 +124,15 @@ class Records:
 
 
 class Wrapper:
-    """State of a DistributedDataParallel of this process."""
+    """State of one DistributedDataParallel module of this process."""
 
     def __init__(self, torch: Any, module: Any) -> None:
         self.of = weakref.ref(module)
         self.ranks = _ranks_of(torch, module)
         self.is_synced: bool | None = None
-        """Whether a backward pass since the last step was outside of no_sync; None before the first one."""
+        """Whether any backward pass since the last step ran outside of no_sync(); None if none ran."""
         self.is_local = False
-        """Whether all backward passes of a step were inside no_sync, so the ranks diverge as in Local SGD."""
+        """Whether in some step all backward passes ran inside no_sync(), so that ranks diverge as in Local SGD."""
         self.has_hook = False
         """Whether the script registered a communication hook."""
 
@@ -147,14 +147,14 @@ class Wrapper:
         self.is_synced = None
 
     def update(self) -> None:
-        """Read the module's state at a sampled step; the module may be gone when the step is judged."""
+        """Read the module's state now, at a sampled step: the module may be freed when the step is judged."""
         module = self.of()
         if module is not None:
             self.has_hook = bool(vars(module).get("_comm_hooks"))
 
 
 def _ranks_of(torch: Any, module: Any) -> list[int]:
-    """Return the ranks whose gradients a DistributedDataParallel averages, without communication."""
+    """Return the ranks between which a DistributedDataParallel averages gradients, without communication."""
     ranks = getattr(torch.distributed, "get_process_group_ranks", None)
     group = vars(module).get("process_group")
     if ranks is None or group is None:
@@ -163,19 +163,18 @@ def _ranks_of(torch: Any, module: Any) -> list[int]:
 
 
 class _Place(NamedTuple):
-    """Position of a parameter inside a DistributedDataParallel, or outside of any."""
+    """Name of a parameter, and the DistributedDataParallel that holds it, if any."""
 
     name: str
     wrapper: Wrapper | None
     is_ignored: bool = False
-    """Whether the script excludes it by name (`parameters_to_ignore`)."""
+    """Whether the script excludes the parameter from averaging by name (`parameters_to_ignore`)."""
 
 
 def _places(
     torch: Any, modules: Modules, wrappers: weakref.WeakKeyDictionary[Any, Wrapper]
 ) -> tuple[dict[int, _Place], set[int]]:
-    """Return the places of the parameters inside each DistributedDataParallel, and the parameters inside an FSDP
-    module, by id."""
+    """Return the parameters inside each DistributedDataParallel by id, and the ids of those inside FSDP modules."""
     fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     sharding = getattr(fsdp, "FullyShardedDataParallel", ())
     places: dict[int, _Place] = {}
@@ -196,7 +195,7 @@ def _places(
 
 
 def _parameters(module: Any, path: str = "") -> list[tuple[str, Any]]:
-    """Return the parameters of a module and its children with their names, without calling code of the script."""
+    """Return names and parameters of a module and its children, without calling code of the script."""
     parameters: list[tuple[str, Any]] = []
     pending, passed = [(path, module)], set()
     while pending:
@@ -210,7 +209,7 @@ def _parameters(module: Any, path: str = "") -> list[tuple[str, Any]]:
 
 
 class Layout:
-    """Parameters of an optimizer that are compared."""
+    """The parameters of an optimizer that are compared between ranks."""
 
     def __init__(
         self,
@@ -219,13 +218,13 @@ class Layout:
         modules: Modules,
         wrappers: weakref.WeakKeyDictionary[Any, Wrapper],
     ) -> None:
-        """`wrappers`: the DistributedDataParallel modules found so far, to which new ones are added."""
+        """`wrappers`: the DistributedDataParallel modules found so far; new ones are added to it."""
         places, sharded = _places(torch, modules, wrappers)
         everything = labelled(optimizer)
         self.ids = [id(parameter) for parameter, _ in everything]
         self.name = type(optimizer).__name__
         self.why = ""
-        """Reason why they are not compared; empty where they are."""
+        """Reason why the parameters are not compared; empty if they are."""
         plain = (torch.nn.Parameter, torch.Tensor)
         kinds = {
             type(parameter).__name__ for parameter, _ in everything if type(parameter) not in plain
@@ -235,7 +234,7 @@ class Layout:
         if kinds:
             self.why = f"parameters of {self.name} are sharded, or not plain tensors ({', '.join(sorted(kinds))})"
         count, count_chosen = len(everything), min(len(everything), _MAX_PARAMETERS)
-        # Evenly spread, not every second one: those may all be weights and no biases.
+        # Choose by rounded indices: with a fixed stride of 2 all chosen ones may be weights and none biases.
         chosen = [everything[index * count // count_chosen] for index in range(count_chosen)]
         compared = [
             (parameter, places.get(id(parameter)) or _Place(modules.name(parameter) or label, None))
@@ -269,7 +268,7 @@ class Layout:
 
 
 class Snapshot:
-    """Weights of one optimizer on this rank, copied before one of its steps."""
+    """Sampled weights of one optimizer on this rank, copied before one of its steps."""
 
     def __init__(
         self,
@@ -301,7 +300,7 @@ class Snapshot:
         self.are_complete = HostCopies(torch, [self._tensors]).are_complete
 
     def record(self) -> Record:
-        """Return the record; call only once the copies on the host `are_complete`."""
+        """Return the record. Call only after `are_complete` has returned True."""
         count = len(self.layout.parameters)
         digests = ["0" * _HEX] * count
         tokens = self._tensors.pop("tokens", None)
@@ -318,7 +317,7 @@ class Snapshot:
 
 
 def _sampled(parameter: Any) -> Any:
-    """Return elements spread over a parameter, without copying the others."""
+    """Return elements spread over a parameter, without copying the whole parameter."""
     values = parameter.detach()
     if not values.is_contiguous():
         rows = values[:: max(1, -(-values.shape[0] // _ELEMENTS))]
@@ -333,8 +332,8 @@ def _sampled(parameter: Any) -> Any:
 def judge(
     layout: Layout, records: dict[int, Record], began: Mapping[int, Record | None]
 ) -> list[Line]:
-    """Return the verdicts on the weights and on the data. `records`: of each rank, rank 0 first, before one step;
-    `began`: those before the first step."""
+    """Return the verdicts on weights, data and token weights. `records`: the ranks' records before one step, rank 0
+    first; `began`: their records before the first step."""
     own = records[0]
     if layout.why or len(records) < 2:
         return []
@@ -358,7 +357,8 @@ def _judge_weights(
     places: list[int],
     is_wrapped: bool,
 ) -> list[Line]:
-    """Return the verdict on parameters, all inside a DistributedDataParallel or none."""
+    """Return the verdict on the parameters `places`. `is_wrapped`: all are inside a DistributedDataParallel; else none
+    is."""
     own, everyone = records[0], _named_ranks(records)
     apart = [p for p in places if len({record.digests[p] for record in records.values()}) > 1]
     numbers: dict[str, Any] = {"parameters": len(places), "different": len(apart)}
@@ -390,7 +390,7 @@ def _judge_weights(
 
 
 def _reason_of_drift(layout: Layout, apart: list[int]) -> tuple[str, str]:
-    """Return the level of parameters that differ, and the reason."""
+    """Return the level of the verdict on parameters that differ, and the reason as the end of its message."""
     wrappers = {
         id(wrapper): wrapper for index in apart if (wrapper := layout.wrappers[index]) is not None
     }.values()
@@ -413,7 +413,7 @@ def _reason_of_drift(layout: Layout, apart: list[int]) -> tuple[str, str]:
 def _were_equal_at_start(
     records: dict[int, Record], began: Mapping[int, Record | None], places: Iterable[int]
 ) -> bool | None:
-    """Return whether all ranks began with the same weights; None where that is not known."""
+    """Return whether all ranks began with the same weights; None if unknown."""
     first, *others = (began.get(rank) for rank in records)
     if first is None:
         return None
@@ -426,7 +426,7 @@ def _were_equal_at_start(
 def _judge_data(
     layout: Layout, records: dict[int, Record], began: Mapping[int, Record | None]
 ) -> list[Line]:
-    """Return the verdict on whether ranks that train one model trained on the same batches so far."""
+    """Return the verdict on whether the ranks have trained on the same batches so far."""
     (own, *others), everyone = [one.batches for one in records.values()], _named_ranks(records)
     count = min(map(len, (own, *others)))
     if count < _MIN_BATCHES:
@@ -441,7 +441,7 @@ def _judge_data(
     every = range(len(layout.names))
     if not all(are_same) or len({content for _, content in own[:count]}) < _MIN_BATCHES:
         return []
-    # Ranks that hold parts of one model (tensor or pipeline parallel) must read the same data.
+    # With tensor or pipeline parallelism the ranks hold different weights and must read the same data.
     if not _were_equal_at_start(records, began, every):
         return []
     text = f"{everyone} trained on the same data in their first {count} batches: each rank reads the whole data set"
@@ -449,7 +449,8 @@ def _judge_data(
 
 
 def _judge_tokens(layout: Layout, records: dict[int, Record]) -> list[Line]:
-    """Return the verdict on the weights of tokens of ranks whose gradients one DistributedDataParallel averages."""
+    """Return the verdict on whether a token weighs the same on all ranks, if one DistributedDataParallel averages all
+    gradients."""
     wrappers = layout.wrappers
     ranks = {rank: record.tokens for rank, record in records.items()}
     if not all(
@@ -463,13 +464,14 @@ def _judge_tokens(layout: Layout, records: dict[int, Record]) -> list[Line]:
 
 
 def _are_same(own: list[list[str]], other: list[list[str]]) -> bool | None:
-    """Return whether two ranks read the same batches; None where that cannot be decided."""
+    """Return whether two ranks read the same batches; None if undecidable."""
     pairs = list(zip(own, other, strict=True))
     if all(a[1] and a[1] == b[1] for a, b in pairs):
         return True
     if any(a[0] and b[0] and a[0] != b[0] for a, b in pairs):
         return False
-    # Equal indices prove nothing where each rank indexes its own shard; equal samples may differ by augmentation.
+    # Equal indices may mean different samples if each rank has its own shard. Different contents with equal indices may
+    # come from random augmentation.
     has_indices = all(a[0] for a, _ in pairs)
     return None if has_indices or not all(a[1] and b[1] for a, b in pairs) else False
 
@@ -485,7 +487,8 @@ def _named_ranks(ranks: Iterable[int]) -> str:
 
 
 class Ranks:
-    """Comparison of this rank with the others, driven by its batches, backward passes and steps; idle with one rank."""
+    """Comparison of this rank with the other ranks. Its methods are called at batches, backward passes and steps; with
+    one rank they do nothing."""
 
     def __init__(self, torch: Any, position: Position, search: Search) -> None:
         self._torch, self._position, self._search = torch, position, search
@@ -497,25 +500,25 @@ class Ranks:
         self._latest_batch: list[str] | None = None
         self._batches: list[list[str]] = []
         self._new_snapshots: deque[Snapshot] = deque(maxlen=_MAX_PENDING)
-        """Snapshots of the step in progress, whose training is not known yet."""
+        """Snapshots of the step in progress: the step may begin another training."""
         self._snapshots: deque[Snapshot] = deque(maxlen=_MAX_PENDING)
         self._forget_training()
 
     def _forget_training(self) -> None:
         self._records: Records | None = None
         self._open: dict[tuple[int, int], Layout] = {}
-        """Layouts of the records of rank 0 that wait for those of other ranks, by optimizer and step."""
+        """Layouts of rank 0's records that are not compared yet, by optimizer and step."""
         self._has_reported = False
         self._read_s = 0.0
 
-    def optimizer_made(self) -> None:
+    def optimizer_created(self) -> None:
         """Forget the batches: another training may begin."""
         self._latest_batch, self._batches = None, []
 
     # Data.
 
     def batch_fetched(self, index: Any, batch: Any) -> None:
-        """Record a batch, and what the sampler gave for it."""
+        """Record a batch and the indices that its sampler drew."""
         if self._position.world < 2 or len(self._batches) >= _MAX_BATCHES:
             return
         indices, content = indices_of(index), fingerprint_of(self._torch, batch)
@@ -560,7 +563,7 @@ class Ranks:
     # Between ranks.
 
     def step_ends(self, folder: str | None, rank: int, world: int) -> list[Verdicts]:
-        """Assign the step's snapshots to the training of this folder; return the verdicts known by now."""
+        """Assign the step's snapshots to the training in this folder; return the verdicts that are complete."""
         self._snapshots += self._new_snapshots
         self._new_snapshots.clear()
         if folder is None or world < 2 or not (self._snapshots or self._open):
@@ -570,7 +573,7 @@ class Ranks:
     def training_ends(
         self, folder: str | None, rank: int, world: int, at_exit: bool
     ) -> list[Verdicts]:
-        """Return the verdicts on the records that have arrived; at exit, wait up to EXIT_WAIT_S for a GPU."""
+        """Return the verdicts on the records that have arrived. At exit, wait up to EXIT_WAIT_S for a GPU's copies."""
         verdicts: list[Verdicts] = []
         if folder is not None and world > 1:
             deadline = time.monotonic() + EXIT_WAIT_S * at_exit

@@ -1,7 +1,7 @@
-"""A sampled step of an optimizer, and sampled elements of its tensors.
+"""Sample a step of an optimizer, and elements of its tensors.
 
-Elements are copied on their device before and after a step, and to the host once the device has passed the step, so
-nothing waits. What checks them is called then.
+Elements are copied on their device before and after a step. They are copied to the host once the device has finished
+the step, so that nothing synchronises; then the checks are called.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Rates:
         self._newest: float | None = None
 
     def add(self, rate: float) -> bool:
-        """Add a learning rate; return whether it is neither in a warm-up nor decayed by half."""
+        """Add a learning rate; return whether the warm-up is over and it has not decayed by half."""
         has_risen = self._newest is None or rate > self._newest
         self._newest, self._highest = rate, max(self._highest, rate)
         return not has_risen and rate >= self._highest / 2
@@ -53,18 +53,18 @@ class Rows:
 
 
 class Sample:
-    """Sampled elements of parameters of one device and dtype."""
+    """Sampled elements of parameters that have the same device and dtype."""
 
     def __init__(self, torch: Any, rows: list[Rows], like: Any) -> None:
-        """`like`: a tensor of the device and dtype."""
+        """`like`: a tensor with this device and dtype."""
         self._torch, self.rows, self._like = torch, rows, like.detach().new_zeros(0)
         self.counts = [item.count for item in rows]
         self.has_gradients = False
-        """Whether there was a gradient when they were read last."""
+        """Whether any parameter had a gradient at the last `read`."""
 
     def read(self, attribute: str = "data") -> Any:
-        """Return a copy of the elements, (N,), or of their gradients (`attribute` is `grad`), with zeros where there
-        is none; None where one cannot be read. Of a sharded tensor only the local part is read."""
+        """Return a copy of the elements, (N,), or of their gradients if `attribute` is `grad`, with zeros for missing
+        gradients; None if one cannot be read. Only the local shard of a sharded tensor is read."""
         pieces = []
         pairs = [(rows, getattr(rows.of(), attribute, rows)) for rows in self.rows]
         self.has_gradients = any(tensor is not None for _, tensor in pairs)
@@ -79,7 +79,7 @@ class Sample:
 
 
 def sample_of(torch: Any, parameters: list[Any], numbers: int) -> Sample | None:
-    """Sample about `numbers` elements of the plain parameters with the most common device and dtype."""
+    """Sample about `numbers` elements of the ordinary parameters that have the most common device and dtype."""
     plain = [p for p in parameters if is_plain(torch, p) and p.requires_grad]
     if not plain:
         return None
@@ -93,13 +93,13 @@ def sample_of(torch: Any, parameters: list[Any], numbers: int) -> Sample | None:
 
 
 def local_of(torch: Any, tensor: Any) -> Any:
-    """Return the local part of a tensor; None where it cannot be read as a plain one."""
+    """Return the local shard of a tensor; None if it cannot be read as an ordinary tensor."""
     local = getattr(tensor, "_local_tensor", tensor)
     return local.detach() if is_readable(torch, local) else None
 
 
 def is_plain(torch: Any, parameter: Any) -> bool:
-    """Return whether a parameter is an ordinary local tensor: neither a shard nor shared with another process."""
+    """Return whether a parameter is an ordinary local tensor: not a shard, and not shared with another process."""
     return is_readable(torch, parameter) and not (parameter.is_cpu and parameter.is_shared())
 
 
@@ -114,7 +114,7 @@ def is_readable(torch: Any, tensor: Any) -> bool:
 
 
 class SampledStep:
-    """One sampled step of an optimizer. Its verdicts are known once the device has passed it."""
+    """One sampled step of an optimizer. Its verdicts are known once the device has finished it."""
 
     def __init__(
         self,
@@ -129,19 +129,19 @@ class SampledStep:
         self._torch, self.name = torch, type(optimizer).__name__
         self.number, self._threads = number, threads
         self.has_closure, self.is_extra = has_closure, False
-        """`is_extra`: the step is sampled only because a loss was not finite, to search the weights for NaN."""
+        """`is_extra`: the step is sampled only to search the weights for NaN, after a loss that was not finite."""
         self.extra_lines: list[Line] = []
-        """Further verdicts on this step."""
+        """Verdicts on this step that need no copies from the device."""
         self._later: list[tuple[Callable[[dict[Any, Any]], list[Line]], dict[Any, Any]]] = []
         self.has_failed = False
-        """Whether a verdict so far is a contradiction."""
+        """Whether a verdict on this step has the level FAIL."""
         self._host_copies: HostCopies | None = None
         self._lines: list[Line] | None = None
         self.rates = [
             rate if type(rate := group.get("lr")) in (int, float) else None
             for group in optimizer.param_groups
         ]
-        """Learning rate of each group; None for a tensor, which may be on a GPU."""
+        """Learning rate of each group; None for a tensor: reading it from a GPU would synchronise."""
         self.is_settled = rates.add(max(filter(None, self.rates), default=0.0))
         # A closure, a hook of the script or a fused scaler sets gradients during the step: read them at its end.
         self.is_late = (
@@ -152,10 +152,10 @@ class SampledStep:
         self.runs_script = has_closure or bool(
             getattr(optimizer, "_optimizer_step_post_hooks", None)
         )
-        """Whether code of the script runs during the step."""
+        """Whether code of the script runs inside the step."""
 
     def end(self) -> None:
-        """Begin to copy what `judge_later` got."""
+        """Begin to copy the tensors of `judge_later` to the host."""
         self._host_copies = HostCopies(self._torch, [table for _, table in self._later])
 
     def judge_later(
@@ -164,7 +164,7 @@ class SampledStep:
         """Call `judge` with these tensors once they are on the host, unless several threads step optimizers."""
         self._later.append((judge, tensors))
 
-    # Once the device has passed the step.
+    # Once the device has finished the step.
 
     def has_passed(self) -> bool:
         """Return whether the verdicts are known."""

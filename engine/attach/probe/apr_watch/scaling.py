@@ -1,7 +1,6 @@
-"""Check what scales gradients between the losses of a step and its update: the division of accumulated losses, the
-loss scale of fp16, and clipping.
+"""Check the factors between losses and the update: division of accumulated losses, fp16 loss scaling and clipping.
 
-Only processes that step one optimizer are judged: with several, clipping before one is clipping after another.
+Only processes with one optimizer are judged: with several, clipping before one's step may be after another's.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from .graph import CROSS_ENTROPIES, POINTWISE, scalar
 from .parameters import FACT, PASS, SUSPICION, Line
 
 _IN_A_ROW = 2
-"""Number of consecutive steps that must agree."""
+"""Number of consecutive steps with the same mistake from which it is reported."""
 _MAX_SCALING_NODES = 8
 """Maximum number of scaling nodes between a loss and the tensor of the backward pass."""
 _EQUAL = 1e-6
-"""Largest relative difference of two equal factors."""
+"""Maximum relative difference of two factors that count as equal."""
 _SCALED_BY_HAND = 16.0
 """Smallest factor of a loss that counts as a loss scale."""
 _MEANS = (
@@ -28,54 +27,56 @@ _MEANS = (
     "BinaryCrossEntropyWithLogitsBackward0",
 )
 _MEAN = 1
-"""`at::Reduction::Mean`."""
+"""Value of `at::Reduction::Mean`."""
 
 
 class Scaling:
-    """State of the checks, called at backward passes, batches, clipping and steps in their order."""
+    """Checks of the factors. Its methods are called at batches, backward passes, clipping and steps."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
         self._scalers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._stepped: set[int] = set()
-        """Ids of optimizers that stepped since the newest was created."""
+        """Ids of the optimizers that have stepped since the newest optimizer was created."""
         self._just_stepped = False
         """Whether no backward pass has begun since the last step."""
         self.is_scaled = False
         """Whether a loss was scaled since the last step."""
         self._clipped_before = self._clipped_after = False
-        """Whether gradients were clipped before this step, and after the previous one."""
-        self._late = self._unscaled = 0
-        """Consecutive steps with clipping after the step, and with clipping of scaled gradients."""
+        """Whether gradients were clipped after the last backward pass; whether they were clipped right after a step."""
+        self._steps_clipped_late = self._steps_clipped_scaled = 0
+        """Numbers of consecutive steps with clipping after the step, and with clipping of gradients that still had the
+        loss scale."""
         self._divisions: list[tuple[list[float], bool] | None] = []
-        """Factors of the loss of each backward pass since the last step, and whether the loss is a mean."""
+        """For each backward pass since the last step: factors between the loss and the root, and whether the loss is a
+        mean."""
         self._sizes: list[float | None] = []
-        """Number of elements in the mean of each of those losses; None where it is unknown."""
+        """Number of elements in the mean of each of these losses; None if unknown."""
         self._is_fp16 = False
         self._max_norm: float | None = None
         self._batches = 0
         self._window: tuple[int, tuple[list[float], bool]] | None = None
-        """Number of losses that the newest sampled step accumulated, and the division of each; None if it was one loss,
-        or they differ."""
+        """Number of losses that the newest sampled step accumulated, and their common factors; None if it had one loss
+        or the factors differ."""
         self._whole: tuple[list[float], bool] | None = None
-        """Division of each loss in a window that was divided by its number of losses."""
+        """Factors of each loss in a window whose losses were divided by their number."""
         self._has_short = False
-        """Whether a window with fewer losses was seen, each divided as in a whole one."""
+        """Whether a shorter window was seen whose losses were divided as in a complete window."""
         self._alike = 0
-        """Consecutive sampled steps that summed losses alike."""
+        """Number of consecutive sampled steps with the same verdict on summed losses."""
         self._is_sampled = False
-        """Whether this step is one of those at which the autograd graph is read (`identities.py`)."""
-        self.optimizer_made()
+        """Whether the autograd graph is read at this step (`identities.py`)."""
+        self.optimizer_created()
 
-    def optimizer_made(self) -> None:
-        """Reset: another training may begin."""
+    def optimizer_created(self) -> None:
+        """Reset the checks: another training may begin."""
         self._stepped, self._whole, self._has_short = set(), None, False
         self._just_stepped = self._clipped_after = False
-        self._late = self._unscaled = self._alike = 0
+        self._steps_clipped_late = self._steps_clipped_scaled = self._alike = 0
 
     def forget(self) -> None:
-        """Forget the steps so far: some after them were not seen."""
-        self._late = self._unscaled = self._alike = 0
+        """Restart the counts of consecutive steps: some steps were not observed."""
+        self._steps_clipped_late = self._steps_clipped_scaled = self._alike = 0
         self.is_scaled = self._clipped_before = self._clipped_after = False
 
     def scaled(self, scaler: Any) -> None:
@@ -87,8 +88,8 @@ class Scaling:
         self._batches += 1
 
     def backward_begins(self, tensors: list[Any], nodes: list[Any]) -> None:
-        """Record a backward pass. `nodes`: those near the loss, empty unless the step is sampled. Once losses are
-        accumulated, their divisors are read at every step, until a shorter window was seen."""
+        """Record a backward pass. `nodes`: nodes near the root of the graph, empty unless the step is sampled. After a
+        window with divided losses the divisors are read at every step, until a shorter window is seen."""
         self._just_stepped, self._is_sampled = False, bool(nodes)
         if not nodes and (self._whole is None or self._has_short):
             return
@@ -99,7 +100,7 @@ class Scaling:
         self._is_fp16 = self._is_fp16 or any(kind is self._torch.float16 for kind in kinds)
 
     def clipped(self, max_norm: Any) -> list[Line]:
-        """Record clipping to a norm of `max_norm`; infinity only measures the norm."""
+        """Record clipping to a norm of `max_norm`. Clipping to infinity only measures the norm."""
         if max_norm == float("inf"):
             return []
         if self._just_stepped:
@@ -108,13 +109,13 @@ class Scaling:
         self._clipped_before = True
         self._max_norm = float(max_norm) if isinstance(max_norm, (int, float)) else None
         if not self.is_scaled or any(_has_unscaled(scaler) for scaler in self._scalers):
-            self._unscaled = 0
+            self._steps_clipped_scaled = 0
             return []
-        self._unscaled += 1
-        if self._unscaled < _IN_A_ROW or len(self._stepped) > 1:
+        self._steps_clipped_scaled += 1
+        if self._steps_clipped_scaled < _IN_A_ROW or len(self._stepped) > 1:
             return []
         text = "gradients are clipped while they still have the loss scale: nothing unscaled them before clipping"
-        return [("clipping", SUSPICION, text, {"steps": self._unscaled})]
+        return [("clipping", SUSPICION, text, {"steps": self._steps_clipped_scaled})]
 
     def step(self, optimizer: Any, number: int) -> list[Line]:
         """Return the verdicts before step `number` of an optimizer."""
@@ -131,23 +132,23 @@ class Scaling:
 
     def _clipping(self, name: str, number: int) -> list[Line]:
         if self._clipped_before:
-            self._late = 0
-            if self._unscaled:
+            self._steps_clipped_late = 0
+            if self._steps_clipped_scaled:
                 return []
             text = f"gradients are clipped before a step of {name}"
             return [("clipping", PASS, text, {"max_norm": self._max_norm})]
-        self._late = self._late + 1 if self._clipped_after else 0
-        if self._late < _IN_A_ROW:
+        self._steps_clipped_late = self._steps_clipped_late + 1 if self._clipped_after else 0
+        if self._steps_clipped_late < _IN_A_ROW:
             return []
         text = (
             f"gradients are clipped after steps {number - 2} and {number - 1} of {name}, where no step uses them, and "
             f"not before them"
         )
-        return [("clipping", SUSPICION, text, {"steps": self._late})]
+        return [("clipping", SUSPICION, text, {"steps": self._steps_clipped_late})]
 
     def _short_window(self, name: str, number: int) -> list[Line]:
-        """Report a step that accumulates fewer losses than usual, as at the end of an epoch, and divides each as if it
-        had them all."""
+        """Report a step that accumulates fewer losses than usual, as at the end of an epoch, but divides by the usual
+        number."""
         passes, whole = len(self._divisions), self._whole
         if whole is None or self._has_short or self._divisions != [whole] * passes or not passes:
             return []
@@ -164,7 +165,7 @@ class Scaling:
     def _accumulation(self, name: str) -> list[Line]:
         """Judge how the losses of a step with several backward passes are divided."""
         passes = len(self._divisions)
-        # Several backward passes of one batch belong to several losses.
+        # Several backward passes for one batch are for different losses.
         known = [division for division in self._divisions if division is not None]
         window = None
         if passes > 1 and self._batches == passes == len(known) and known.count(known[0]) == passes:
@@ -220,8 +221,8 @@ class Scaling:
 
 
 def _divisions(tensors: list[Any]) -> tuple[tuple[list[float], bool] | None, float | None]:
-    """Return the factors between a loss and the tensor of a backward pass with whether the loss is a mean, and the
-    number of elements of that mean (None where it is unknown); None twice for several tensors."""
+    """Return (factors between the loss and the root of the backward pass, whether the loss is a mean), and the number
+    of elements of that mean (None if unknown). Return None twice if there are several roots."""
     if len(tensors) != 1:
         return None, None
     node: Any = getattr(tensors[0], "grad_fn", None)
@@ -240,8 +241,8 @@ def _divisions(tensors: list[Any]) -> tuple[tuple[list[float], bool] | None, flo
 
 
 def _size_of_mean(node: Any) -> float | None:
-    """Return the number of elements in a mean, or the total weight of its labels; None where that is unknown or on a
-    GPU, since reading it would wait."""
+    """Return the number of elements in a mean, or the total weight of its labels; None if that is unknown or on a GPU,
+    since reading it would synchronise."""
     weight = getattr(node, "_saved_total_weight", None)
     if weight is not None:
         return float(weight) if weight.is_cpu else None
@@ -252,7 +253,7 @@ def _size_of_mean(node: Any) -> float | None:
 
 
 def _dtype_of(node: Any) -> Any:
-    """Return the dtype of a node's output; None where torch does not record it."""
+    """Return the dtype of a node's output; None if torch does not record it."""
     metadata = getattr(node, "_input_metadata", None)
     return metadata[0].dtype if metadata else None
 

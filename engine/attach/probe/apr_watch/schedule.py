@@ -1,4 +1,4 @@
-"""Check that a learning rate schedule advances once for each step of its optimizer, and not past its end."""
+"""Check that a learning rate schedule advances once per optimizer step, and not past its end."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 from .parameters import PASS, SUSPICION, Line
 
 _SETTLED = 4
-"""First step at which a schedule is judged: schedules are wrapped and started before."""
+"""First step at which a schedule is judged. Before it, frameworks wrap and initialise schedules."""
 _NEGLIGIBLE = 2.0**-24
-"""Learning rate, relative to the highest one, that changes no fp32 weight any more: half a unit in the last place."""
+"""Learning rate relative to the highest one below which fp32 weights no longer change: half a unit in the last
+place."""
 
 
 class Schedules:
@@ -24,7 +25,7 @@ class Schedules:
         self._made.add(schedule)
 
     def step(self, optimizer: Any, rates: Rates) -> None:
-        """Record the schedules of an optimizer before each of its steps."""
+        """Record the state of an optimizer's schedules; called before each of its steps."""
         rates.steps += 1
         if self._made:
             rates.lengths = [
@@ -34,7 +35,7 @@ class Schedules:
             ]
 
     def check(self, optimizer: Any, number: int, rates: Rates) -> list[Line]:
-        """Return the verdicts before step `number` of an optimizer with these learning rates."""
+        """Return the verdicts before step `number` of an optimizer; `rates`: its state."""
         groups = optimizer.param_groups
         schedules = [schedule for schedule in self._made if _groups(schedule) is groups]
         lines = rates.check_rate(type(optimizer).__name__, number, groups)
@@ -52,16 +53,16 @@ class Rates:
 
     def __init__(self) -> None:
         self._counts: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
-        """First sampled step of each schedule, and its calls until then."""
+        """First sampled step of each schedule, and the number of its calls until then."""
         self.was_zero = 0
-        """Previous sampled step, if its learning rate was 0 or negligible; else 0."""
+        """Previous sampled step if its learning rate was 0 or negligible; else 0."""
         self._highest = self._previous = 0.0
         self.steps = 0
         self.lengths: list[tuple[str, int, int]] = []
-        """Name, calls and length of each schedule before the newest step."""
+        """Name, number of calls and planned length of each schedule before the newest step."""
 
     def end(self) -> list[Line]:
-        """Return the verdict at the end of a training on schedules that are exactly as long as it."""
+        """Return the verdict at the end of a training: pass for each schedule whose length equals its calls."""
         lengths, self.lengths = self.lengths, []
         for name, calls, length in lengths:
             if length == self.steps > 1 and 0 < 2 * calls <= length:
@@ -72,7 +73,7 @@ class Rates:
     def check_rate(self, name: str, number: int, groups: list[Any]) -> list[Line]:
         was_zero, self.was_zero = self.was_zero, 0
         rates = [group.get("lr") for group in groups]
-        # A tensor may be on a GPU: reading it would wait.
+        # A tensor may be on a GPU: reading it would synchronise.
         if not rates or not all(type(rate) in (int, float) for rate in rates):
             return []
         rate, previous = max(rates), self._previous
@@ -115,7 +116,7 @@ def _calls(schedule: Any) -> int:
 
 
 def _length(schedule: Any) -> int:
-    """Return the number of calls that a schedule is made for; 0 if the schedule has no such number."""
+    """Return the number of calls that a schedule is designed for; 0 if unlimited or unknown."""
     of_lambdas = getattr(next(iter(getattr(schedule, "lr_lambdas", ())), None), "keywords", {})
     lengths = [getattr(schedule, name, 0) for name in ("T_max", "total_steps")]
     lengths.append(of_lambdas.get("num_training_steps", 0))

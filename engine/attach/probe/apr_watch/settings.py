@@ -1,11 +1,11 @@
-"""Change settings of an unmodified script for an experiment, only where `engine watch --set` requests it.
+"""Change settings of an unmodified script for an experiment, as requested by `engine watch --set`.
 
-    loader.*        the arguments of each created DataLoader
-    attention.*     which kernels torch's scaled_dot_product_attention may take
+    loader.*                       the arguments of each DataLoader that is created
+    attention.*                    which kernels torch's scaled_dot_product_attention may use
     matmul.*, cudnn.*, torch.*     switches of torch
 
-Each change is logged as a decision, with the previous value. Changes stay when the probe removes itself: an arm of an
-experiment has the same settings from its beginning to its end.
+Each change is logged as a decision, with the previous value. Changes stay if the probe removes itself, so that a run of
+an experiment has the same settings from beginning to end.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from collections.abc import Callable
 from typing import Any
 
 VARIABLE = "APR_WATCH_SET"
-"""`NAME=VALUE` of each setting, with `;` between them; `engine watch` has checked them."""
+"""Environment variable: `NAME=VALUE` of each setting, separated by `;`. `engine watch` has validated them."""
 SEED_BY = "APR_WATCH_SEED_BY"
-"""Integer to add to each seed that the script sets."""
+"""Environment variable: integer that is added to each seed that the script sets."""
 LOADER = {
     "loader.workers": "num_workers",
     "loader.pin_memory": "pin_memory",
@@ -34,7 +34,7 @@ _NEEDS_WORKERS = {
     "multiprocessing_context": None,
     "timeout": 0,
 }
-"""Arguments that DataLoader refuses without workers, with their values in that case."""
+"""Arguments that DataLoader rejects without workers, with the values to use then."""
 ATTENTION = ("flash", "mem_efficient", "cudnn", "math")
 _KERNELS = {"efficient": "mem_efficient"}
 LogEvent = Callable[[str, dict[str, Any]], object]
@@ -48,8 +48,8 @@ def requested() -> dict[str, str]:
 
 
 def change_seeds(torch: Any, by: int) -> None:
-    """Add `by` to torch's seed, and to each seed that the script sets for torch, random and numpy: pairs of an
-    experiment differ, and both runs of a pair have the same seeds."""
+    """Add `by` to torch's initial seed, and to each seed that the script sets for torch, random and numpy. The pairs of
+    an experiment get different seeds, both runs of a pair the same."""
     torch.manual_seed(torch.initial_seed() + by)
     numpy = sys.modules.get("numpy.random")
     for owner, name in (
@@ -76,7 +76,7 @@ def _shifted(original: Any, by: int) -> Any:
 
 
 def apply(torch: Any, log_event: LogEvent) -> None:
-    """Apply the requested settings to this process. Raises whatever torch raises."""
+    """Apply the requested settings to this process. Passes on torch's exceptions."""
     if by := int(os.environ.get(SEED_BY) or 0):
         change_seeds(torch, by)
     changes = Changes(log_event)
@@ -95,7 +95,7 @@ def apply(torch: Any, log_event: LogEvent) -> None:
 
 
 class Changes:
-    """Log of the changes; repeated ones are written once."""
+    """Log of the changes. Repeated changes are logged once."""
 
     def __init__(self, log_event: LogEvent) -> None:
         self._log_event = log_event
@@ -133,7 +133,7 @@ def _change_loaders(loader: Any, requested_values: dict[str, Any], changes: Chan
         try:
             bound = signature.bind(self, *args, **kwargs)
         except TypeError:
-            original(self, *args, **kwargs)  # raises for the script as it would without us
+            original(self, *args, **kwargs)  # wrong arguments raise as without the probe
             return
         bound.apply_defaults()
         arguments = bound.arguments
@@ -181,7 +181,7 @@ def _enable_kernel(torch: Any, kernel: str) -> None:
 
 
 def _set_deterministic(torch: Any, value: str) -> None:
-    # cuBLAS reads this when its first handle is made; without it some matmuls are not deterministic.
+    # cuBLAS reads this when it creates its first handle. Without it some matmuls are not deterministic.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(value == "on", warn_only=True)
 

@@ -1,7 +1,7 @@
-"""Measure each training step (time, batches, losses since the previous step) and write its line to the log.
+"""Measure each training step (its time, batches and losses) and write one line per step to the log.
 
 A step ends with the `step()` of the training's first optimizer. With several optimizers, as in a GAN, losses before the
-`step()` of another optimizer belong to that optimizer and are not counted, but its time is.
+`step()` of another optimizer belong to that optimizer and are not logged; its time is part of the step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from threading import get_ident
 from typing import Any, NamedTuple
 
 from .compiles import Compiles
-from .data import Pass, parts_of
+from .data import Pass, items_of
 from .device_clock import DeviceClock, Lap
 from .folders import Beat, Position, claim, claim_failed, record_lost
 from .identities import FAST_S, Identities, framework
@@ -35,34 +35,34 @@ from .writer import Log
 PHASES = ("data", "forward", "backward", "optimizer", "rest")
 HELD_OUT = "held_out"
 PROMPT, SAMPLE = "prompt", "sample"
-"""Names of texts that a script may log with the held-out loss."""
+"""Names under which a script may log strings with the held-out loss."""
 _TEXT = 500
 _SAMPLE = 4000
-"""Maximum length of a text that the script logs, in characters."""
+"""Maximum length of a string that the script logs, in characters."""
 _PARTS = 64
-"""Maximum number of losses of a step, or of parameter groups, that are written one by one."""
+"""Maximum number of losses of a step that are logged individually; the same for parameter groups."""
 _STEPS = "APR_WATCH_STEPS"
 """Environment variable: number of steps after which the process ends."""
 _SLOW_BY = "APR_WATCH_SLOW_BY"
 """Environment variable: extra time of each step, as a share of its duration."""
 _EARLY = 1000
-"""Maximum number of lines that wait for the first step."""
+"""Maximum number of log lines that are kept in memory until the first step."""
 
 
 _PLACES = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
-"""A frame of a stack in a text."""
+"""Pattern of a stack frame in a printed traceback."""
 
 
 class Clock:
-    """Host seconds since the last step, by phase. The time between two phases is `forward` before a backward pass and
-    `rest` elsewhere; a phase inside another one (the closure of LBFGS) interrupts it."""
+    """Host seconds since the last step, by phase. Time outside of all phases counts as `forward` if a backward pass
+    follows, else as `rest`. A nested phase (a backward pass in the closure of LBFGS) interrupts the outer one."""
 
     def __init__(self, mark: Callable[[str], None] = lambda phase: None) -> None:
         """`mark` is called with each phase when it ends or is interrupted."""
         self._mark, self.marks = mark, True
         """`marks`: whether `mark` is called."""
         self.workers_start = False
-        """Whether the running `data` phase waits for the workers of a loader to start, which counts as `rest`."""
+        """Whether the `data` phase is waiting for the workers of a loader to start; this time counts as `rest`."""
         self.running: list[str] = []
         self.begin_s: float | None = None
         self._mark_s = 0.0
@@ -71,7 +71,7 @@ class Clock:
 
     def enter(self, phase: str) -> None:
         running = self.running
-        # An optimizer calls its closure first, and the forward pass of a script on Lightning is in there.
+        # `optimizer.step()` calls its closure first; with Lightning the closure runs the forward pass.
         if running and not (phase == "backward" and self._optimizer_began):
             self._charge(running[-1])
         else:
@@ -80,7 +80,7 @@ class Clock:
         self._optimizer_began = phase == "optimizer"
 
     def leave(self, phase: str) -> None:
-        # The phase is not running in a child that was forked inside it.
+        # A child process that was forked inside the phase has not entered it.
         running = self.running
         if phase in running:
             self._charge(phase)
@@ -103,7 +103,7 @@ class Clock:
             self._mark(phase)
 
     def lap(self) -> tuple[float, dict[str, float]]:
-        """End the step at the last boundary of a phase; return its seconds, in all and by phase."""
+        """End the step where the last phase began or ended; return the step's total seconds and seconds by phase."""
         assert self.begin_s is not None
         total_s, seconds = self._mark_s - self.begin_s, self.seconds
         self.begin_s = self._mark_s
@@ -112,19 +112,19 @@ class Clock:
 
 
 class Batches:
-    """Rows and tokens of the batches trained on. A pass over a loader feeds the training once a backward pass has
-    directly followed one of its batches; batches of an evaluation are not counted."""
+    """Numbers of rows and tokens of the training batches. An epoch of a data loader counts as training once a backward
+    pass has directly followed one of its batches; batches of evaluations are not counted."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
         self._integers = {torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8}
         self._place: dict[str, int | None] = {}
         self.place: dict[str, int | None] = {}
-        """Number of the newest batch that was trained on, and of all batches of its pass, where they are known."""
+        """Index of the newest training batch in its epoch, and the epoch's number of batches; empty if unknown."""
         self._sizes: list[tuple[Pass, tuple[int | None, int | None, Batch]]] = []
 
     def fetched(self, read: Pass, at: int | None, batch: Any, name: Batch) -> int | None:
-        """Record the `at`-th batch of a pass; return its rows, None where they are unknown."""
+        """Record the `at`-th batch of an epoch; return its number of rows, None if unknown."""
         is_known = isinstance(at, int) and read.length is not None and at <= read.length
         self._place = {"batch": at, "batches": read.length} if is_known else {}
         rows, tokens = self._size(batch)
@@ -132,11 +132,12 @@ class Batches:
         return rows
 
     def trained_on(self) -> None:
-        """Record the begin of a backward pass."""
+        """Record that a backward pass begins."""
         self.place = self._place
 
     def lap(self) -> tuple[int | None, int | None, list[Batch]]:
-        """Return rows and tokens since the last step, None where unknown for a batch, and the names of the batches."""
+        """Return the numbers of rows and tokens since the last step, and the batches' records. A number is None if it
+        is unknown for any batch."""
         fed, self._sizes = [size for read, size in self._sizes if read.feeds], []
         if not fed:
             return None, None, []
@@ -145,7 +146,7 @@ class Batches:
 
     def _size(self, batch: Any) -> tuple[int | None, int | None]:
         tensor_type = self._torch.Tensor
-        values = parts_of(self._torch, batch)
+        values = items_of(self._torch, batch)
         tensors = [one for one in values if isinstance(one, tensor_type) and one.dim()]
         if not tensors:
             return None, None
@@ -166,7 +167,7 @@ _NO_BATCH = Batch()
 
 
 class Entry(NamedTuple):
-    """A line of a log that waits for its values."""
+    """A log line whose values may not have arrived from the GPU yet."""
 
     log: Log
     kind: str
@@ -174,13 +175,13 @@ class Entry(NamedTuple):
     values: Sequence[Any] = ()
     """Numbers of the line that may be on a GPU."""
     lap: Lap | None = None
-    """Time of the step on a GPU."""
+    """The step's GPU time by phase."""
     sampled: SampledStep | Verdicts | None = None
-    """Sampled step whose verdicts become lines once the device has passed it."""
+    """Sampled step whose verdicts are written once the device has finished it."""
 
 
 class Steps:
-    """Steps of this process: called by the hooks at each event, writes the log."""
+    """Log of this process's steps. The hooks call a method at each event."""
 
     def __init__(self, torch: Any, run: str) -> None:
         self._torch, self._run = torch, run
@@ -191,7 +192,7 @@ class Steps:
         self._places = Places(torch)
         self._work = Work(self._places)
         self._missed = Batch()
-        """Batch that a loader failed to hand out."""
+        """Batch that a loader raised on instead of returning it."""
         self._max_steps = int(os.environ.get(_STEPS) or 0)
         self._slow_by, self._slept_s = float(os.environ.get(_SLOW_BY) or 0.0), 0.0
         self._reset()
@@ -204,7 +205,7 @@ class Steps:
         self._thread: int | None = None
         self._early: list[tuple[str, dict[str, Any], Sequence[Any]]] = []
         self._total_steps: int | None = None
-        """Number of steps of the training, where a framework knows it."""
+        """Planned number of training steps, if a framework reports it."""
         self._position.read()
         self._batches = Batches(self._torch)
         self.identities = Identities(self._torch, self._position)
@@ -216,8 +217,8 @@ class Steps:
         self._forget_training()
 
     @property
-    def are_enough(self) -> bool:
-        """Whether the training has done the number of steps after which the process must end."""
+    def has_reached_limit(self) -> bool:
+        """Whether the training has reached the number of steps after which the process must end."""
         return 0 < self._max_steps <= self._step
 
     def _forget_training(self) -> None:
@@ -237,12 +238,13 @@ class Steps:
     # Data.
 
     def data_begins(self, iterator: Any) -> bool:
-        """Return whether this call's time counts: not in a loader inside a loader, or in a prefetching thread."""
+        """Return whether to measure this call. A call by another data loader or by a prefetching thread is not
+        measured."""
         if self._thread is None:
             self._thread = get_ident()
         if self._thread != get_ident() or "data" in self._clock.running:
             return False
-        self.identities.batch_asked_for(iterator)
+        self.identities.batch_requested(iterator)
         if self.identities.verdicts:
             self._write_identities()
         self._clock.enter("data")
@@ -267,11 +269,11 @@ class Steps:
             rows = self._batches.fetched(loader_pass, at, batch, name)
             self.identities.batch_fetched(loader_pass, batch, rows)
 
-    def samples_asked_for(self, index: Any, iterator: Any) -> None:
-        """Record what the sampler of a loader gave."""
+    def indices_drawn(self, index: Any, iterator: Any) -> None:
+        """Record the indices that the sampler of a loader returned for a batch."""
         if not getattr(iterator, "_num_yielded", 0):
             self._position.read()
-        self.identities.samples_asked_for(iterator, index)
+        self.identities.indices_drawn(iterator, index)
 
     def no_batch(self, iterator: Any, error: BaseException) -> None:
         loader_pass = self.identities.passes.of(iterator)
@@ -284,8 +286,8 @@ class Steps:
     # Backward.
 
     def backward_begins(self, tensors: Any) -> bool:
-        """Return whether this is an outermost backward pass: not one that checkpointing runs inside another, on any
-        thread of autograd."""
+        """Return whether this is an outermost backward pass. Checkpointing runs further ones inside it, on any thread
+        of autograd."""
         if "backward" in self._clock.running:
             return False
         self._take_thread()
@@ -322,13 +324,13 @@ class Steps:
             self.identities.backward_ends()
 
     def backward_failed(self) -> None:
-        """Mark the loss of this step as unknown: the script may catch the error (out of memory) and go on."""
+        """Mark the loss of this step as unknown: the script may catch the exception (out of memory) and continue."""
         self._clock.leave("backward")
         self.identities.backward_ends()
         self._losses.append(None)
 
     def scaled(self, products: Any, scaler: Any, outputs: Any) -> None:
-        """Record that a gradient scaler multiplied losses; the loss of the step is the unscaled one."""
+        """Record that a gradient scaler scaled losses; the unscaled loss is logged."""
         if isinstance(products, (self._torch.Tensor, list, tuple)) and products is not outputs:
             self.identities.scaling.scaled(scaler)
             pairs = zip(self._as_list(outputs), self._as_list(products), strict=True)
@@ -336,7 +338,7 @@ class Steps:
                 self._scaled[id(product)] = weakref.ref(product), self._keep(tensor)
 
     def scaler_updated(self, *_: Any, **others: Any) -> None:
-        """End an iteration: the losses belong to no step if the scaler skipped it for an infinite gradient."""
+        """Forget the losses of the iteration: the scaler skips the step if a gradient is infinite."""
         self._forget_losses()
 
     def clipped(
@@ -351,33 +353,33 @@ class Steps:
         """Record the norm of gradients that were clipped to `max_norm`."""
         if norm_type == 2:
             self._norm = self._keep(norm)
-        # A tensor may be on a GPU: reading it would wait.
+        # Reading a tensor on a GPU would synchronise.
         if not self.identities.rests:
             self.identities.clipped(None if isinstance(max_norm, self._torch.Tensor) else max_norm)
 
     def planned(self, steps_left: int | None) -> None:
-        """Record how many steps are left by a framework's own plan; None where it has none."""
+        """Record how many steps a framework still plans to run; None if it has no plan."""
         self._total_steps = None
         if steps_left is not None and steps_left >= 0:
             self._total_steps = self._step + steps_left
 
     # Optimizer.
 
-    def optimizer_made(self, _: None, optimizer: Any, *args: Any, **others: Any) -> None:
+    def optimizer_created(self, _: None, optimizer: Any, *args: Any, **others: Any) -> None:
         self._optimizers += 1
         self._position.read()
-        self.identities.optimizer_made(optimizer)
-        self._places.optimizer_made(optimizer)
+        self.identities.optimizer_created(optimizer)
+        self._places.optimizer_created(optimizer)
         if self._work.is_on:
             self._work.follow()
-        self._trainings.optimizer_made(optimizer)
+        self._trainings.optimizer_created(optimizer)
 
-    def schedule_made(self, _: None, schedule: Any, *args: Any, **others: Any) -> None:
+    def schedule_created(self, _: None, schedule: Any, *args: Any, **others: Any) -> None:
         self.identities.schedules.add(schedule)
 
     def optimizer_begins(self) -> None:
         self._take_thread()
-        # The phase still runs if the optimizer's last step raised and the script caught it.
+        # The phase is still open if the previous `optimizer.step()` raised and the script caught the exception.
         self._clock.drop("optimizer")
         self._clock.enter("optimizer")
         if self._position.world > 1:
@@ -386,7 +388,7 @@ class Steps:
     def optimizer_ends(self, optimizer: Any) -> None:
         self._clock.leave("optimizer")
         if is_capturing(self._torch):
-            # Nothing ran: the step was captured in a CUDA graph, whose replays are not visible here.
+            # No step was computed: it was captured in a CUDA graph, whose replays call no hook.
             self._forget_losses()
             return
         if self._trainings.begin_with(optimizer):
@@ -420,7 +422,8 @@ class Steps:
     # Calls of the script.
 
     def logged(self, values: Mapping[str, Any]) -> None:
-        """Record the script's own values at the last completed step; before the first, they wait for the log."""
+        """Log the script's own values at the last completed step; values from before the first step are written once
+        the log is open."""
         texts = {
             name: value[:_SAMPLE]
             for name, value in values.items()
@@ -471,7 +474,7 @@ class Steps:
         return self._folder
 
     def _beat_begun(self) -> None:
-        # Claim the ranks' files before the first step, which one of the ranks may never reach.
+        # Create this rank's file before the first step: a rank may hang before it.
         if self._beat is None and not self._step:
             self._locate()
         if self._beat is not None:
@@ -491,7 +494,7 @@ class Steps:
             self._device_clock.forget()
         self._clock.marks = not self._rank and not on_host
         if self._slow_by:
-            # The sleep counts in the next step: subtract it from that step's time before taking the share.
+            # This sleep falls in the next step: subtract it there before computing that step's share.
             self._slept_s = self._slow_by * max(0.0, step_s - self._slept_s)
             time.sleep(self._slept_s)
         rows, tokens, batches = self._batches.lap()
@@ -513,7 +516,7 @@ class Steps:
             "tokens": tokens,
             "step_s": step_s,
             "data_s": phases["data"],
-            # On a GPU, replaced by the device clock's seconds: the host's only measure launching.
+            # On a GPU the device clock's seconds replace these, which only measure kernel launches.
             "phases": phases,
             "backwards": self._backwards,
             **self._optional_fields(optimizer),
@@ -525,11 +528,11 @@ class Steps:
             self._work.follow()
             work = self._work.done(batches)
             self._waiting.append(Entry(log, "worked", {"step": self._step, **work}))
-        # Steps that are only counted are too fast to have compiled anything.
+        # Fast steps that are only counted cannot have compiled anything.
         if not (self.identities.is_fast and self.identities.rests):
             for compiled in self._compiles.since_last(self._step):
                 log.write("compile", **compiled)
-        self._memory.record(folder, self._step, device, at_once=self.are_enough)
+        self._memory.record(folder, self._step, device, at_once=self.has_reached_limit)
         self._write_ready()
 
     def _write_identities(self) -> None:
@@ -550,8 +553,8 @@ class Steps:
         self._queue_verdicts(ranks.training_ends(self._folder, self._rank, self._world, at_exit))
 
     def _optional_fields(self, optimizer: Any) -> dict[str, Any]:
-        """Return the planned steps if they are known, each loss where there are several, and each group's learning
-        rate where they differ."""
+        """Return the optional fields of a step's line: the planned steps if known, each loss if there are several, and
+        each group's learning rate if they differ."""
         fields: dict[str, Any] = {}
         if self._total_steps is not None:
             fields["total_steps"] = self._total_steps
@@ -591,7 +594,8 @@ class Steps:
         return self.log
 
     def _write_ready(self, *, at_once: bool = False) -> None:
-        """Write the lines whose values are known, in order. `at_once`: copy values of a GPU to the host at once."""
+        """Write lines in order up to the first whose values are not known yet. `at_once`: copy values from a GPU
+        now."""
         if self._reader.pending:
             self._reader.read(at_once=at_once)
         while self._waiting:
@@ -607,7 +611,7 @@ class Steps:
                 self.identities.loss_was_not_finite()
 
     def _write(self, entry: Entry) -> bool:
-        """Write a line; return whether it is a step whose loss is not finite."""
+        """Write a line; return whether it is a step with a loss that is not finite."""
         fields = entry.fields
         if entry.sampled is not None:
             self._write_verdicts(entry.log, fields, entry.sampled)
@@ -646,7 +650,7 @@ class Steps:
             self._device_clock.mark(phase)
 
     def _take_thread(self) -> None:
-        """Measure the time of the current thread, which trains."""
+        """Measure the current thread from now on: it runs the training."""
         if self._thread != get_ident():
             self._thread = get_ident()
             self._clock.running.clear()
@@ -654,8 +658,8 @@ class Steps:
     # The end.
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Write the pending lines and how the script ended: by `error` or the interpreter's last exception. Values
-        that do not arrive in time are unknown."""
+        """Write the pending lines and the `script_ended` line, with `error` or the interpreter's last exception.
+        Values that do not arrive within EXIT_WAIT_S are written as unknown."""
         error = error or getattr(sys, "last_value", None)
         ended = how_it_ended(error)
         try:
@@ -689,14 +693,14 @@ class Steps:
                 log.close()
         if self._beat is not None:
             self._beat.close()
-        # Not freed: the child may not touch the parent's GPU.
+        # Keep references: freeing CUDA objects of the parent in the child would use the parent's GPU context.
         self._left_to_parent += [self._waiting, self._reader, self._device_clock]
         self._left_to_parent.append(self.identities)
         self._reset()
 
 
 def _write_step(log: Log, fields: dict[str, Any]) -> bool:
-    """Write the line of a step; return whether its loss is not finite."""
+    """Write the line of a step; return whether its loss is known and not finite."""
     losses = [as_number(loss) for loss in fields["loss"]]
     fields["loss"] = loss = _sum(losses)
     if "losses" in fields:
@@ -707,7 +711,7 @@ def _write_step(log: Log, fields: dict[str, Any]) -> bool:
 
 
 def _plain(value: Any) -> float | None:
-    """Return a setting that is a number; None for a tensor, which may be on a GPU and would have to be waited for."""
+    """Return a setting as a float; None for a tensor, since reading it from a GPU would synchronise."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return float(value)
@@ -729,7 +733,7 @@ def how_it_ended(error: BaseException | None) -> dict[str, Any]:
         code = trace.tb_frame.f_code
         line = f"{code.co_filename}:{trace.tb_lineno} in {code.co_name}"
         trace = trace.tb_next
-    # The exception of a loader's worker is raised again by torch, with the worker's stack in its text.
+    # torch re-raises an exception of a loader's worker; its message holds the worker's traceback.
     if line.endswith(" in reraise") and (places := _PLACES.findall(str(error))):
         line = "{}:{} in {}".format(*places[-1])
     kind = type(error)

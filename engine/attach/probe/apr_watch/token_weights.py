@@ -1,9 +1,9 @@
-"""Check that a label weighs the same in every batch whose gradients a step sums, or averages over ranks.
+"""Check that each label has the same weight in all batches whose gradients a step sums, or averages over ranks.
 
-Its weight is the derivative of the step's objective by the label's negative log-likelihood. Autograd passes that
-derivative to the node of the log-likelihoods, whatever library divides or multiplies the loss; a hook keeps it during
-the backward passes of sampled steps. Class weights, losses that weigh labels differently within a batch, and backward
-passes of different losses are not judged.
+The weight of a label is the derivative of the step's objective with respect to the label's negative log-likelihood.
+Autograd computes it as the gradient at the node of the log-likelihoods, whichever code divides or multiplies the loss;
+a hook keeps it during the backward passes before sampled steps. Not judged are class weights, losses that weigh labels
+differently within a batch, and backward passes of different losses.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from .sampled import SampledStep
 from .values import is_capturing
 
 _MAX_LOSSES = 16
-"""Maximum number of losses of a backward pass, such as chunks of one."""
+"""Maximum number of losses of a backward pass, such as chunks of one loss."""
 _ROUNDING = 0.01
-"""Largest relative difference of two weights that count as equal: some units in the last place of 16-bit gradients."""
+"""Maximum relative difference of two weights that count as equal: a few units in the last place of 16 bits."""
 _APART = 0.1
-"""Relative difference of label counts from which unequal weights are reported."""
+"""Minimum relative difference of the batches' label counts at which unequal weights are reported."""
 _IN_A_ROW = 2
-"""Number of sampled steps that must agree."""
+"""Number of sampled steps with unequal weights from which this is reported."""
 _REDUCED = ("MeanBackward1", "SumBackward1", "StackBackward0", "CatBackward0")
-"""Nodes that reduce each row on its own, or put losses of rows together."""
+"""Nodes that reduce each row separately, or collect the losses of rows."""
 
 
 class _HookedLoss:
@@ -43,8 +43,8 @@ class _HookedLoss:
         self._gradient = gradients[0]
 
     def numbers(self) -> Any:
-        """Return on the device the lowest and the highest weight of a token, the number of labels and of positions;
-        None where the pass did not reach the loss."""
+        """Return on the device: lowest weight of a label, highest weight, number of labels, number of positions. None
+        if the backward pass did not reach the loss."""
         torch, gradient, targets = self._torch, self._gradient, self._targets
         if type(gradient) is not torch.Tensor or gradient.numel() not in (1, targets.numel()):
             return None
@@ -63,7 +63,7 @@ class _HookedLoss:
 
 
 class Pass:
-    """Losses of one backward pass, hooked unless the pass is captured in a CUDA graph or compiled."""
+    """Losses of one backward pass. No hooks are installed if it is captured in a CUDA graph or compiled."""
 
     def __init__(self, torch: Any, nodes: list[Any]) -> None:
         compiled = sys.modules.get("torch._dynamo.compiled_autograd")
@@ -71,10 +71,10 @@ class Pass:
         self._torch = torch
         self._hooked_losses: list[_HookedLoss] = []
         self.numbers: Any = None
-        """Numbers of all losses together, as `_HookedLoss.numbers` returns them; None where the weights are unknown."""
+        """`_HookedLoss.numbers` over all losses of the pass; None if the weights are unknown."""
         self.is_by_row = False
         self.heads: set[int] = set()
-        """Ids of the parameters next to the losses."""
+        """Ids of the parameters nearest to the losses, that is of the output layers."""
         for node, way in nodes if is_eager and not is_capturing(torch) else ():
             targets = targets_of(node)[0]
             if targets is None or not targets.numel():
@@ -106,9 +106,9 @@ class Pass:
 def numbers_to_compare(
     torch: Any, passes: list[Pass], batch_passes: list[Any]
 ) -> tuple[Any, bool] | None:
-    """Return before a step the numbers of its backward passes on the device, (passes, 4) as of `_HookedLoss.numbers`,
-    and whether each certainly has its own batch; None if they cannot be compared. `batch_passes`: the pass over a data
-    loader (`data.Pass`) of each batch since the previous step."""
+    """Return the numbers of a step's backward passes on the device, (passes, 4) as in `_HookedLoss.numbers`, and
+    whether each pass certainly has its own batch; None if they cannot be compared. `batch_passes`: the `data.Pass` of
+    each batch since the previous step."""
     numbers = [backward_pass.numbers for backward_pass in passes]
     if not passes or any(backward_pass is None for backward_pass in numbers):
         return None
@@ -116,7 +116,7 @@ def numbers_to_compare(
         backward_pass.is_by_row for backward_pass in passes
     ):
         return None
-    # Passes of several losses: of other heads, of one batch, or of batches of several loaders.
+    # Do not compare different losses: losses of different heads, of one batch, or of batches from several loaders.
     if any(
         backward_pass.heads != passes[0].heads or len(backward_pass.heads - {0}) != 1
         for backward_pass in passes
@@ -129,14 +129,14 @@ def numbers_to_compare(
 
 
 class TokenWeights:
-    """Verdicts on the steps of one optimizer."""
+    """Checks of token weights at one optimizer's steps."""
 
     def __init__(self) -> None:
         self._in_a_row = 0
         self._heaviest: set[int] = set()
 
     def judge(self, sampled: SampledStep, numbers: Any, is_own: bool) -> None:
-        """Judge a sampled step; `numbers` and `is_own` are those of `compared`."""
+        """Judge a sampled step; `numbers` and `is_own`: the results of `numbers_to_compare`."""
         sampled.judge_later(
             lambda one: self._lines(sampled.name, sampled.number, one[0].tolist(), is_own),
             {0: numbers},
@@ -169,7 +169,7 @@ class TokenWeights:
             return []
         self._in_a_row += 1
         self._heaviest.add(heaviest)
-        # Without a loader, passes in a fixed order may be of several losses.
+        # Without a data loader, the passes may be for different losses in a fixed order.
         if self._in_a_row < _IN_A_ROW or not (is_own or len(self._heaviest) > 1):
             return []
         times = weights[heaviest] / weights[lightest]
@@ -188,8 +188,8 @@ class TokenWeights:
 def across_ranks(
     optimizer: str, step: int, ranks: dict[int, list[list[float]]], world: int
 ) -> list[Line]:
-    """Return the verdict on a step of replicas whose gradients are averaged: `ranks` has the passes of each, perhaps
-    not of all `world`."""
+    """Return the verdict on a step of ranks whose gradients are averaged. `ranks`: the numbers of each rank's passes,
+    for some or all of the `world` ranks."""
     weights = {rank: _weights(passes) for rank, passes in ranks.items()}
     counts = {rank: sum(row[2] for row in passes) for rank, passes in ranks.items()}
     if not all(rank_weights and _are_equal(rank_weights) for rank_weights in weights.values()):
@@ -216,15 +216,15 @@ def across_ranks(
         f"step {step} of {optimizer}: each rank divides by its own {counts[heaviest]:.0f} and "
         f"{counts[lightest]:.0f} labels"
     )
-    # A mean of one batch is commonly averaged over ranks like this; a script that counts the labels of several batches
-    # for its divisor means those of all ranks.
+    # Averaging the mean of one batch per rank is common practice. A script that counts the labels of several batches
+    # for its divisor intends to count those of all ranks.
     counted = any(len({row[2] for row in passes}) > 1 for passes in ranks.values())
     return [("token_weights", SUSPICION if counted else FACT, text, numbers)]
 
 
 def _surplus_labels(weights: list[float], counts: list[float]) -> int:
-    """Return by how many labels each divisor exceeds the count of its pass, if one surplus fits all passes and at least
-    three passes have different counts; else 0."""
+    """Return by how many labels the divisor of each pass exceeds its label count, if that number is the same for all
+    passes and at least three passes have different counts; else 0."""
     (fewest, heavy), *_, (most, light) = sorted(zip(counts, weights, strict=True))
     if len(set(counts)) < 3 or heavy == light:
         return 0
@@ -234,27 +234,27 @@ def _surplus_labels(weights: list[float], counts: list[float]) -> int:
 
 
 def _weights(passes: list[list[float]]) -> list[float]:
-    """Return the weight of a token in each pass; nothing where a pass has several, or no labels."""
+    """Return the weight of a label in each pass; an empty list if a pass has several weights or no labels."""
     if not all(count and _are_equal([lowest, highest]) for lowest, highest, count, _ in passes):
         return []
     return [(lowest + highest) / 2 for lowest, highest, _, _ in passes]
 
 
 def _are_equal(numbers: list[float]) -> bool:
-    """Return whether numbers have one sign and differ by rounding alone."""
+    """Return whether numbers have the same sign and differ only by rounding."""
     low, high = min(numbers), max(numbers)
     return low * high > 0 and high - low <= _ROUNDING * max(abs(low), abs(high))
 
 
 def _is_by_row(node: Any) -> bool:
-    """Return whether a node reduces the rows of a table one by one, or collects losses of rows."""
+    """Return whether a node reduces rows separately, or collects the losses of rows."""
     if type(node).__name__ not in _REDUCED:
         return False
     return len(getattr(node, "_saved_self_sym_sizes", (0, 0))) > 1
 
 
 def _head(node: Any) -> int:
-    """Return the id of the parameter that is next to a loss; 0 where none is near."""
+    """Return the id of the parameter nearest to a loss; 0 if none is near."""
     leaves = (one for one, _ in below([node]) if type(one).__name__ == "AccumulateGrad")
     leaf = next(leaves, None)
     return 0 if leaf is None else id(leaf.variable)

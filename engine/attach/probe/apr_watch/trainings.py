@@ -1,8 +1,9 @@
-"""Decide which optimizer's steps count, and where a training begins.
+"""Decide which optimizer's steps are logged, and when a training begins.
 
-A training begins with the first step of an optimizer created after the first step of the previous training: a second
-stage, or the next model of a sweep. Optimizers created before that, as the two of a GAN, belong to one training, led by
-the one that stepped first. If an earlier leader steps again, the trainings are interleaved: no new one begins.
+A new training (a second stage, or the next model of a sweep) begins with the first step of an optimizer that was
+created after the first step of the current training. Optimizers that were created before, as the two of a GAN, belong
+to the current training. Its leader is the optimizer that stepped first; the leader's steps are logged. If the leader of
+an earlier training steps again, the trainings are interleaved, and no further training begins.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ class Trainings:
         """Number of the training in progress; 0 before the first."""
         self._leader: weakref.ref[Any] | None = None
         self._created: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        """Training in which each optimizer was created; 0 if before the first."""
+        """Number of the training in which each optimizer was created; 0 if before the first training."""
         self._led: weakref.WeakSet[Any] = weakref.WeakSet()
         self._interleaved = False
 
-    def optimizer_made(self, optimizer: Any) -> None:
-        """Remember in which training an optimizer was created."""
+    def optimizer_created(self, optimizer: Any) -> None:
+        """Record in which training an optimizer was created."""
         self._created[optimizer] = self.number
 
     def begin_with(self, optimizer: Any) -> bool:
-        """Begin a training if this completed step of an optimizer begins one; return whether it does."""
+        """Return whether this completed step of an optimizer begins a training; if so, begin it."""
         if not self._begins(optimizer):
             return False
         self.number += 1
@@ -43,7 +44,7 @@ class Trainings:
         return training == self.number < MAX_TRAININGS and not self._interleaved
 
     def counts_steps_of(self, optimizer: Any) -> bool:
-        """Return whether a step of this optimizer counts."""
+        """Return whether a step of this optimizer is logged as a step of the training."""
         leader = self._leader() if self._leader is not None else None
         if leader is optimizer:
             return True

@@ -1,8 +1,8 @@
-"""Run a model of the script once more without changing the script's state.
+"""Call a model of the script without changing the script's state.
 
-The call builds no graph and is not compiled. Tensors that it writes to but did not create (weights, buffers) are copied
-before the first write and restored, as are modes, attributes of modules and of objects that they hold, global variables
-of the script and random states. What the call prints, logs or warns of is dropped. Files that it writes stay.
+The call builds no autograd graph and is not compiled. These are restored after it: existing tensors that it writes to
+(weights, buffers), training modes, attributes of modules and of objects that modules hold, the script's global
+variables, and random states. Its output, log messages and warnings are dropped. Files that it writes remain.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from typing import Any
 
 _CONTAINERS = (list, dict, set, deque)
 _MAX_CONTENTS = 1 << 16
-"""Maximum number of elements of a container that is put back."""
+"""Maximum number of elements of a container that is restored."""
 _THREADS = ("apr_watch", "tqdm")
-"""Packages whose threads write no global variables of the script."""
+"""Packages whose threads do not write global variables of the script."""
 
 
 class Untouched:
-    """Context for one call. `draws` names the random draws inside it (dropout); `has_changed` is whether the call
-    changed attributes or tensors, which were restored."""
+    """Context manager for one call. `draws`: names of the random operations in the call (dropout); `has_changed`:
+    whether it changed attributes or tensors that were then restored."""
 
     def __init__(
         self, torch: Any, model: Any, modes: list[tuple[Any, bool]] | None = None, seed: int = 0
     ) -> None:
-        """`modes`: whether each module is in training mode; all in eval mode by default. With `seed` other random
-        numbers are drawn than the script would draw next."""
+        """`modes`: training mode of each module during the call; all in eval mode by default. `seed`: seed of the
+        random numbers; by default the call draws those that the script would draw next."""
         self._torch, self._modules = torch, list(model.modules())
         self._wanted, self._seed = modes or [(one, False) for one in self._modules], seed
         self.draws: set[str] = set()
@@ -55,12 +55,12 @@ class Untouched:
             self._enter()
         except BaseException:
             self._stack.close()
-            self._put_modes_back()
+            self._restore_modes()
             self._generators.restore()
             raise
         return self
 
-    def _put_modes_back(self) -> None:
+    def _restore_modes(self) -> None:
         for module, mode in self._modes:
             module.training = mode
 
@@ -69,16 +69,16 @@ class Untouched:
         gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
         self._stack.enter_context(torch.random.fork_rng(gpus))
         self._stack.enter_context(torch.no_grad())
-        # Do not load the compiler just for this.
+        # Do not import the compiler if the script has not.
         if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
             self._stack.enter_context(torch.compiler.set_stance("force_eager"))
         self._stack.enter_context(_silence())
         mha = getattr(torch.backends, "mha", None)
         if mha is not None:
-            # The fast path of inference gives other outputs at padded positions than training does.
+            # torch's inference fast path gives different outputs at padded positions than the training path.
             self._stack.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
             mha.set_fastpath_enabled(False)
-        # Not `eval()`, which a module may override: some merge adapters there, with rounding.
+        # Do not call `eval()`, which a module may override: some merge adapters in it, which rounds weights.
         for module, mode in self._wanted:
             module.training = mode
         if self._seed:
@@ -91,7 +91,7 @@ class Untouched:
         with self._torch.no_grad():
             for storage, kept in self._writes.kept.values():
                 storage.copy_(kept)
-        self._put_modes_back()
+        self._restore_modes()
         self.has_changed = bool(self._writes.kept)
         for current, original in self._contents:
             if len(current) != len(original) or not _is_same(current, original):
@@ -109,11 +109,11 @@ class Untouched:
 
 
 def _attributes(modules: list[Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return the attributes of modules, of objects of the script that they hold, and its global variables, each with a
-    copy."""
+    """Return the attributes of modules and of the script's objects that they hold, and the script's global variables,
+    each with a copy."""
     namespaces = [vars(module) for module in modules]
     script = _script_modules()
-    # Another thread may write global variables meanwhile.
+    # Leave out global variables if another thread may write them during the call.
     if all(_package(one) in _THREADS for one in threading.enumerate() if one is not _MAIN):
         namespaces += script.values()
     known = set(map(id, namespaces))
@@ -139,7 +139,7 @@ def _package(thread: Any) -> str:
 
 
 def _script_modules() -> dict[str, dict[str, Any]]:
-    """Return the global variables of the script and of the modules that it brings, by module."""
+    """Return the global variables of the script's own modules, by module."""
     namespaces = {}
     for name, module in list(sys.modules.items()):
         place = getattr(module, "__file__", None) or ""
@@ -172,7 +172,7 @@ def _silence() -> Iterator[None]:
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         if warnings is not None:
-            # Not `catch_warnings`, which makes Python forget the warnings that it has shown.
+            # Do not use `catch_warnings`: it makes Python repeat warnings that were already shown.
             filters, ignored = warnings.filters, ("ignore", None, Warning, None, 0)
             filters.insert(0, ignored)
             stack.callback(_remove, filters, ignored)
@@ -189,7 +189,7 @@ def _remove(filters: list[Any], ignored: Any) -> None:
 
 
 def _watch_writes(torch: Any, draws: set[str]) -> Any:
-    """Return a context that copies the memory of each tensor from outside before an operation writes to it."""
+    """Return a context manager that copies the memory of each existing tensor before an operation writes to it."""
     mode = importlib.import_module("torch.utils._python_dispatch").TorchDispatchMode
 
     class Writes(mode):  # type: ignore[misc, valid-type]
@@ -237,7 +237,7 @@ def _address(tensor: Any) -> int:
 
 
 def tensors_in(torch: Any, value: Any) -> list[Any]:
-    """Return the tensors in a value: itself, or those in mappings, lists and tuples at any depth."""
+    """Return the tensors in a value: the value itself, or those in nested mappings, lists and tuples."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, Mapping):

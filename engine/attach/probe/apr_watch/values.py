@@ -1,9 +1,8 @@
-"""Read the values of tensors without changing what the training stream of a GPU does.
+"""Read the values of tensors without synchronising with the training stream of a GPU.
 
-On a CPU a value is read at once. On a GPU that would make the host wait for everything launched so far. There, values
-are copied on their own stream, and those of some steps are copied to the host together, on another stream, once the
-device has passed them. Nothing is pinned (the first pinned allocation synchronises), and nothing waits for the training
-stream.
+On a CPU a value is read immediately. On a GPU that would make the host wait for all launched kernels. Instead, a value
+is copied on the stream that computes it. The copies of several steps are copied to the host together on another stream,
+once the device has finished them. No memory is pinned, since the first pinned allocation synchronises.
 """
 
 from __future__ import annotations
@@ -12,11 +11,12 @@ import time
 from typing import Any
 
 _MAX_PENDING = 512
-"""Maximum number of pending values; further ones are unknown."""
+"""Maximum number of pending values; further values are unknown."""
 _TOGETHER, _READ_EVERY_S = 16, 0.25
-"""Number of values, or seconds, per copy to the host: a copy costs the host as much as a line."""
+"""Number of values, or seconds, after which pending values are copied to the host. One copy takes the host as long as
+one line of the log."""
 EXIT_WAIT_S = 2.0
-"""Maximum time that the end of a process waits for a GPU, in seconds: one that hangs must not block it."""
+"""Maximum time to wait for a GPU at the end of a process, in seconds: a GPU that hangs must not block the exit."""
 
 
 class PendingValue:
@@ -26,21 +26,22 @@ class PendingValue:
 
 
 class Reader:
-    """Reader of the values of all steps."""
+    """Reader of values of all steps."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
         self._new: dict[Any, list[tuple[PendingValue, Any]]] = {}
-        """Values that are not being copied yet, by their stream, each with its copy on the device."""
+        """Values whose copy to the host has not begun, by stream, each with its copy on the device."""
         self._copying: list[tuple[list[PendingValue], dict[Any, Any], HostCopies]] = []
         self.pending = 0
         """Number of values that are not on the host yet."""
         self._read_s = 0.0
 
     def keep(self, tensor: Any) -> float | PendingValue | None:
-        """Return the value of a tensor of one element; None if reading it would slow the run."""
+        """Return the value of a tensor of one element, perhaps as pending; None if it cannot be read without slowing
+        the run."""
         torch = self._torch
-        # A subclass may need a collective to know its value (DTensor), or have none (fake tensors).
+        # A subclass may need a collective to compute its value (DTensor), or have no value (fake tensors).
         if type(tensor) is not torch.Tensor or tensor.numel() != 1:
             return None
         if not tensor.is_floating_point() or tensor.layout != torch.strided:
@@ -59,7 +60,7 @@ class Reader:
         return pending
 
     def read(self, *, at_once: bool = False) -> None:
-        """Read the values that the device has passed. Never waits."""
+        """Read the values that the device has computed, without waiting. `at_once`: begin the copy to the host now."""
         torch = self._torch
         while self._copying and self._copying[0][2].are_complete():
             values, table, _ = self._copying.pop(0)
@@ -78,11 +79,11 @@ class Reader:
 
 
 class HostCopies:
-    """Copies of tensors to the host, begun once their devices have passed the operations launched so far. Never
+    """Copies of tensors to the host that begin once their devices have finished the operations launched so far. Never
     waits."""
 
     def __init__(self, torch: Any, tables: list[dict[Any, Any]]) -> None:
-        """`tables` hold the tensors, and their copies on the host once these `are_complete`."""
+        """`tables`: dicts of the tensors. Once `are_complete` returns True they hold the copies on the host."""
         self._torch, self._tables = torch, tables
         devices = {one.device for table in tables for one in table.values() if not one.is_cpu}
         self._events = {device: torch.cuda.Event() for device in devices}
@@ -105,7 +106,7 @@ class HostCopies:
             for table in self._tables:
                 for name, tensor in table.items():
                     if tensor.device == device:
-                        # Not pinned: the first pinned allocation synchronises.
+                        # Do not pin memory: the first pinned allocation synchronises.
                         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
                         table[name] = host.copy_(tensor, non_blocking=True)
                         sources.append(tensor)
@@ -124,5 +125,5 @@ def as_number(value: float | PendingValue | None) -> float | None:
 
 
 def is_capturing(torch: Any) -> bool:
-    """Return whether the current stream captures a CUDA graph, of which further launches would become a part."""
+    """Return whether the current stream captures a CUDA graph: launches of the probe would become part of it."""
     return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())

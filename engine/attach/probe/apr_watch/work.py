@@ -1,8 +1,8 @@
-"""Rows and loop counters of each step of a script, in a run of an experiment.
+"""Record rows and loop counters of each step of a script in a run of an experiment.
 
-Both runs of a pair write them, so that `engine.log.work` finds a step that one of the runs leaves out. Other runs do
-not write them. Rows on the host are recorded one by one: those of the loader, those that the model is trained on, and
-those that it is called with without gradients.
+Both runs of a pair log them, and `engine.log.work` finds steps that one of the runs leaves out. Other runs do not log
+them. Each row on the host is recorded by a digest: rows of the loader, rows that the model is trained on, and rows of
+calls without gradients.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType, ModuleType
 from typing import Any, NamedTuple
 
-from .data import digests_of, indices_of, parts_of, pieces_of
+from .data import chunk_hashes, digests_of, indices_of, items_of
 from .places import Places, visible
 from .settings import SEED_BY
 
 _COUNTERS, _FRAMES = 256, 64
 _LARGEST = 1 << 53
-"""Bound of a counter: larger integers are hashes."""
+"""Bound of a counter: larger integers are likely hashes."""
 _ASKS = f"{__package__}.questions"
 _LISTED = 4096
-"""Maximum number of rows of a step that are recorded one by one."""
+"""Maximum number of rows of a step that are logged."""
 _PIECES = 1 << 18
-"""Maximum number of different pieces that are counted."""
+"""Maximum number of different chunks that are counted."""
 _LOGGED = 1e100
 """Bound of a number in a log."""
 _RAISE = opcode.opmap["RAISE_VARARGS"]
 
 
 class Batch(NamedTuple):
-    """A batch of a loader; empty in runs that are not of an experiment."""
+    """A batch of a loader; empty outside of experiments."""
 
     asked: tuple[int, ...] = ()
-    """Samples that the sampler asked for, where they have numbers."""
+    """Indices that the sampler drew, if they are integers."""
     rows: tuple[str, ...] = ()
     """Digests of its rows."""
 
@@ -53,29 +53,30 @@ class Work:
         self._places = places
         self._is_script: dict[CodeType, bool] = {}
         self._rows = 0
-        """Number of rows on the host that the model was called with since the last step."""
+        """Number of rows on the host in training calls of the model since the last step."""
         self._latest: list[str] = []
-        """Digests of the newest of them."""
+        """Digests of the rows of the newest such call."""
         self._names: set[str] = set()
-        """Variables of the script that held such rows."""
+        """Names of the script's variables that held these rows."""
         self._called: list[str] = []
         self._evaluated: list[str] = []
-        """Digests of the rows of calls since the last step, with and without gradients; a call whose rows are not on
-        the host has an empty one."""
+        """Digests of the rows of calls since the last step: `_called` with gradients, `_evaluated` without. A call
+        whose rows are not on the host adds an empty digest."""
         self._answers: list[float] = []
         """Mean magnitude of the model's output of each call without gradients since the last step; 0 if not finite."""
         self._pieces: set[int] = set()
-        """Hashes of the pieces of all rows that it was trained on."""
+        """Hashes of the chunks of all rows that the model was trained on."""
         self.judged: Counter[str] = Counter()
         """Number of verdicts on each identity so far."""
 
     def batch(self, index: Any, batch: Any = None) -> Batch:
-        """Return the batch that a loader hands out, or was to hand out. `index`: what its sampler gave."""
+        """Return the record of a batch. `index`: the indices that the sampler drew; `batch`: None if the loader
+        raised."""
         rows = tuple(digests_of(sys.modules["torch"], batch))
         return Batch(tuple(indices_of(index) or ()), rows)
 
     def follow(self) -> None:
-        """Record from now on the rows that the script's model is called with."""
+        """Record the rows of all further calls of the script's model."""
         model = self._places.model()
         if model is not None and model not in _FOLLOWED:
             _FOLLOWED[model] = self
@@ -83,14 +84,14 @@ class Work:
             model.register_forward_hook(_answered)
 
     def evaluated(self, rows: Any, frame: FrameType | None) -> None:
-        # Calls by the probe's own questions do not count.
+        # Leave out calls that the probe repeats (`questions.py`).
         if not any(frame_.f_globals.get("__name__") == _ASKS for frame_ in _below(frame)):
             self._evaluated += digests_of(sys.modules["torch"], rows) or [""]
 
     def answered(self, answer: Any, frame: FrameType | None) -> None:
         if not any(frame_.f_globals.get("__name__") == _ASKS for frame_ in _below(frame)):
             size = float(answer.detach().float().abs().mean())
-            # JSON has no numbers that are not finite.
+            # JSON cannot represent NaN or infinity.
             self._answers.append(size if math.isfinite(size) else 0.0)
 
     def called(self, rows: Any, frame: FrameType | None) -> None:
@@ -102,14 +103,14 @@ class Work:
         digests = digests_of(sys.modules["torch"], rows)
         self._called += digests or [""]
         if len(self._pieces) < _PIECES:
-            self._pieces.update(pieces_of(sys.modules["torch"], rows))
+            self._pieces.update(chunk_hashes(sys.modules["torch"], rows))
         if digests:
             self._latest = digests
             self._rows += int(rows.shape[0])
         return bool(digests)
 
     def rows(self) -> int | None:
-        """Return how many rows the model was called with since the last step; None where it is not followed."""
+        """Return the number of rows in training calls since the last step; None if no model is followed."""
         count, self._rows = self._rows, 0
         return count or None
 
@@ -131,7 +132,7 @@ class Work:
             lines.append(trace.tb_lineno)
             at, trace = trace.tb_lasti, trace.tb_next
         own = self._of_script(frames)
-        # The script may have failed before it called the model with rows that it already held.
+        # The script may hold rows with which it has not called the model yet.
         held = [one for frame in own for name, one in visible(frame) if name in self._names]
         for rows in held[: not self._called]:
             if digests_of(sys.modules["torch"], rows) != self._latest:
@@ -142,7 +143,7 @@ class Work:
             if one in own and below in own
         ]
         raises = bool(own) and own[-1] is frames[-1] and own[-1].f_code.co_code[at] == _RAISE
-        # An exception raised while another one was handled is no check of the script's own.
+        # An exception raised while another one was handled is not a check by the script.
         raises = raises and getattr(error, "__context__", None) is None
         return {
             **self._fields(batches, own),
@@ -169,7 +170,7 @@ class Work:
             for name, value in visible(frame)
         ]
         counters: dict[str, int] = {}
-        # Include attributes of objects to two levels, as `self.state.step`.
+        # Include attributes of objects down to two levels, such as `self.state.step`.
         for _ in range(3):
             for name, value in variables:
                 if len(counters) < _COUNTERS and type(value) is int and abs(value) < _LARGEST:
@@ -196,7 +197,8 @@ class Work:
 
 
 def _attributes_of(value: Any) -> list[tuple[Any, Any]]:
-    """Return the attributes of an object, or the entries of a dict; none of a module, a class or one that has many."""
+    """Return the attributes of an object or the items of a dict; nothing for a Python module, a class, or an object
+    with more than _FRAMES attributes."""
     attributes = value if type(value) is dict else getattr(value, "__dict__", None)
     if (
         type(attributes) is not dict
@@ -208,7 +210,7 @@ def _attributes_of(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _numbers(values: Iterable[Any]) -> Iterator[float]:
-    """Yield the numbers with fractions among some objects, and those of tensors."""
+    """Yield the floats among some objects, and the values of tensors of one element."""
     torch = sys.modules["torch"]
     for value in values:
         if type(value) is float or (isinstance(value, torch.Tensor) and not value.dim()):
@@ -230,8 +232,8 @@ _FOLLOWED: weakref.WeakKeyDictionary[Any, Work] = weakref.WeakKeyDictionary()
 
 
 def _called(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Record the first tensor that a model is called with. A copy of the model has this hook too, and is none of
-    _FOLLOWED."""
+    """Record the first tensor argument of a call of a model. A copy of the model has this hook too, but is not in
+    _FOLLOWED: its calls are left out."""
     torch = sys.modules["torch"]
     if torch.compiler.is_compiling() or model not in _FOLLOWED:
         return
@@ -247,14 +249,14 @@ def _called(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def _answered(model: Any, _: Any, answer: Any) -> None:
-    """Record what a model answers without gradients."""
+    """Record the output of a model that is called without gradients."""
     torch = sys.modules["torch"]
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or model not in _FOLLOWED:
         return
     try:
         known = [
             tensor
-            for tensor in parts_of(torch, answer)
+            for tensor in items_of(torch, answer)
             if tensor.is_cpu and tensor.is_floating_point()
         ]
         for tensor in known[:1]:

@@ -1,7 +1,7 @@
-"""Write lines in the format of the engine's run logs (`engine/log/write.py`), with the standard library only.
+"""Write a run log in the engine's format (`engine/log/write.py`), with the standard library only.
 
-The lock is the engine's too: its holder is the log's only writer, and readers see from it that the writer lives. The
-kernel releases it, so a killed process leaves no stale lock.
+The file lock is the engine's too: its holder is the log's only writer, and readers check the lock to see whether the
+writer is alive. The kernel releases it, so that a killed process leaves no stale lock.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _TEXT = 64 * 1024
 _encode = json.JSONEncoder(allow_nan=False, check_circular=False, separators=(",", ":")).encode
 _LOCK_TRIES, _LOCK_PAUSE_S = 5, 0.002
 _EARLY, _TOGETHER, _WITHIN_S = 64, 32, 0.02
-"""Number of first lines that are written at once; maximum number of later lines that wait to be written together, and
-the maximum time in seconds that they wait. A killed process loses no more than these."""
+"""Number of first lines that are written immediately; maximum number of later lines that are buffered; maximum time in
+seconds that they are buffered. A killed process loses no more than these lines."""
 
 
 class NotTheWriter(Exception):
-    """Another process writes the log: this one writes nothing."""
+    """Exception: another process writes this log, or it already has lines."""
 
 
 class Log:
-    """events.jsonl of one run folder. Raises NotTheWriter if it has a writer or lines; OSError."""
+    """events.jsonl of one run folder. Raises NotTheWriter if it has another writer or has lines; OSError."""
 
     def __init__(self, folder: str) -> None:
         path = os.path.join(folder, "events.jsonl")
@@ -46,7 +46,7 @@ class Log:
         self._file = (status.st_dev, status.st_ino)
         self._seq = self._end = 0
         self._lines: list[tuple[str, dict[str, Any], float]] = []
-        """Lines that are not written yet, each with its time."""
+        """Buffered lines, each with its time."""
         self.judged: set[tuple[str, str]] = set()
         """Identities and levels that the log already has."""
         self._origin = self._flushed_s = time.monotonic()
@@ -61,12 +61,12 @@ class Log:
         )
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append one line, and those that wait, by one system call. Raises OSError, with the file as it was before."""
+        """Append the buffered lines and this one by one system call. Raises OSError; the file is then unchanged."""
         self._lines.append((kind, fields, time.monotonic()))
         self._flush()
 
     def write_soon(self, kind: str, fields: dict[str, Any]) -> None:
-        """Append one line, perhaps together with later ones: encoding and writing many costs less than each alone."""
+        """Append one line, perhaps later: encoding and writing many lines together costs less."""
         now_s = time.monotonic()
         self._lines.append((kind, fields, now_s))
         if (
@@ -95,7 +95,7 @@ class Log:
         self._flushed_s = time.monotonic()
 
     def close(self) -> None:
-        """Close the file, unless the script has given its number to another one."""
+        """Close the file, unless the script has reused its descriptor for another file."""
         try:
             status = os.fstat(self._fd)
             if (status.st_dev, status.st_ino) == self._file:
@@ -105,13 +105,13 @@ class Log:
 
 
 def encode(kind: str, fields: dict[str, Any], seq: int, t_s: float) -> bytes:
-    """Return one line; a float that JSON cannot represent is null, with its name under `nf`."""
+    """Return one line. NaN and infinities are encoded as null, with their names under `nf`."""
     record = {"v": VERSION, "seq": seq, "t_s": round(t_s, 6), "kind": kind, **fields}
     try:
         text = _encode(record)
     except (ValueError, TypeError):
         text = ""
-    # Numbers that may be too large, lone surrogates (a path may hold bytes that are not UTF-8), and long texts.
+    # Too large numbers, lone surrogates (a path may hold bytes that are not UTF-8), and long strings.
     if not text or "e+" in text or "\\ud" in text or len(text) > _TEXT:
         non_finite: dict[str, str] = {}
         record = _plain(record, "", non_finite)
@@ -120,7 +120,7 @@ def encode(kind: str, fields: dict[str, Any], seq: int, t_s: float) -> bytes:
 
 
 def _plain(value: Any, path: str, non_finite: dict[str, str]) -> Any:
-    """Return what JSON can represent of a value; `path` is its JSON pointer (RFC 6901) without the first slash."""
+    """Return a value that JSON can represent; `path`: its JSON pointer (RFC 6901) without the first slash."""
     if isinstance(value, float) and not -_LARGEST_NUMBER <= value <= _LARGEST_NUMBER:
         non_finite[path] = "nan" if math.isnan(value) else "+inf" if value > 0 else "-inf"
         return None
@@ -137,7 +137,7 @@ def _plain(value: Any, path: str, non_finite: dict[str, str]) -> Any:
 
 
 def _lock(fd: int) -> None:
-    # A reader that checks for a writer holds the lock for an instant, a writer for good.
+    # A reader holds the lock for an instant to check for a writer, a writer as long as it lives.
     for attempt in range(_LOCK_TRIES):
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
