@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -501,7 +502,9 @@ NONSENSE = {
         "START=21",
         "differ from A's in step 1",
     ),
-    "half the batch": Attempt(AT_A_ROW, "exit", "", "--batch 4", "are 4 in step 1, and 8 in A"),
+    "half the batch": Attempt(
+        AT_A_ROW, "exit", "", "--batch 4", "are 4 in step 1, and 8 in A|B shows it too"
+    ),
     "the row that fails left out of a batch": Attempt(
         OF_A_COLLATE,
         "exit",
@@ -576,14 +579,14 @@ NONSENSE = {
         "exit",
         "for x, y",
         "for x, y in DataLoader(data, batch_size=8, sampler=[*range(208, 800), *range(208)]):",
-        "differ from A's in step 1",
+        "differ from A's in step 1|B shows it too",
     ),
     "a sampler that begins elsewhere, named data": Attempt(
         OF_A_LOADER,
         "exit",
         "for x, y",
         "data: for x, y in DataLoader(data, batch_size=8, sampler=[*range(208, 800), *range(208)]):",
-        "its sampler did not yield",
+        "its sampler did not yield|B shows it too",
     ),
     "a call that is left out": Attempt(
         BY_A_CALL, "exit", "    validate(step)", "pass", "does not call `validate`"
@@ -617,7 +620,7 @@ NONSENSE = {
         "alert non_finite",
         "loss.backward()",
         "model.weight.grad, model.bias.grad = torch.autograd.grad(loss, [model.weight, model.bias])",
-        "its training is at other lines",
+        "it trains at other lines",
     ),
     "fewer parameters": Attempt(
         OF_A_RATE,
@@ -652,7 +655,7 @@ NONSENSE = {
         "identity kept_gradients",
         "loss.backward()",
         "import decoy; decoy.run()",
-        "its training is at other lines",
+        "it trains at other lines",
     ),
     "a limit of the script raised": Attempt(
         OF_A_LIMIT, "exit", "limit = given", "limit = 10**9", "which the script's own check uses"
@@ -733,28 +736,28 @@ NONSENSE = {
         "exit",
         "loss =",
         "objective: loss = (model(x[rows]) - y[rows]).square().mean()",
-        "only rescales the loss",
+        "only rescales the loss|the scale of its loss",
     ),
     "a logarithm of the loss": Attempt(
         OF_A_LIMIT,
         "exit",
         "loss =",
         "objective: loss = (model(x[rows]) - y[rows]).square().mean().log1p()",
-        "only rescales the loss",
+        "only rescales the loss|the scale of its loss",
     ),
     "a smaller loss under an optimizer that does not see its scale": Attempt(
         OF_AN_ADAM,
         "exit",
         "loss =",
         "objective: loss = (model(x[rows]) - y[rows]).square().mean() / 10",
-        "only rescales the loss",
+        "only rescales the loss|the scale of its loss",
     ),
     "another criterion of a class": Attempt(
         OF_A_GUARD,
         "exit",
         "self.criterion =",
         "objective: self.criterion = nn.L1Loss()",
-        "only rescales the loss",
+        "only rescales the loss|the scale of its loss",
     ),
     "crops of a shorter text": Attempt(
         OF_CROPS, "exit", "text[2500", "data: text = text[:400]", "distinct parts"
@@ -767,7 +770,7 @@ NONSENSE = {
         "B did not do the work of A: its loss fell by",
     ),
     "a rate under which it fails later": Attempt(
-        OF_A_STEEP_RATE, "exit", "rate =", "rate = 0.6", "it may fail later"
+        OF_A_STEEP_RATE, "exit", "rate =", "rate = 0.6", "it may fail later|B shows it too"
     ),
     "a loss that is bounded, named so": Attempt(
         OF_A_SCHEDULE,
@@ -892,11 +895,12 @@ def test_a_cause_without_effect_does_not_close(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     said, code = tried(tmp_path, monkeypatch, NONSENSE[name])
-    assert NONSENSE[name].expected in said and code != 0
+    # A fast run may show the failure itself before it is ended.
+    assert re.search(NONSENSE[name].expected, said) and code != 0, said
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", HONEST)
 def test_an_honest_cause_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     said, code = tried(tmp_path, monkeypatch, HONEST[name])
-    assert HONEST[name].expected in said and code == 0
+    assert HONEST[name].expected in said and code == 0, said
