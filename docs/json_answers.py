@@ -70,6 +70,8 @@ ANSWERS = {
     "drills": Answer("drill", "which incidents were named"),
     "contract-problems": Answer("contracts validate", "what is wrong in contract files"),
     "contracts": Answer("contracts run, contracts status", "the state of every contract"),
-    "contract": Answer("contracts show", "a contract"),
+    "contract": Answer(
+        "contracts list, contracts show", "a contract; `list` prints a list of them"
+    ),
 }
 """Every kind of object, in the order of the reference page."""

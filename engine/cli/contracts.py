@@ -4,6 +4,7 @@ it has reached (none, basic, standard, strict, proven: `engine.contracts.status`
     engine contracts validate [FILES]    check each file; list what is wrong, with its place
     engine contracts run [IDS]           run tests and proofs, then plant each bug and see it caught
     engine contracts status              verdict and level of each, from the receipts of earlier runs alone
+    engine contracts list                each with its equations, last result and age
     engine contracts show ID             one in full
 
 Exit codes of validate: 0 no problem, 1 one or more. Of run and status: 0 all pass, 1
@@ -39,10 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_.add_argument("ids", nargs="*", metavar="IDS", help="contracts (all)")
     add_number(run_, "--jobs", limits.JOBS, "contracts at once (1)", default=1, metavar="N")
     status = action("status", "verdict and level of each contract, from its receipts alone")
+    list_parser = action("list", "every contract with its equations, last result and age")
     show = action("show", "everything of one contract")
     show.add_argument("id", metavar="ID")
     receipts = Path("evidence/contracts")
-    for subparser in (run_, status, show):
+    for subparser in (run_, status, list_parser, show):
         add_json(subparser)
         add_path(
             subparser,
@@ -58,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         "validate": _validate,
         "run": _run,
         "status": _status,
+        "list": _list,
         "show": _show,
     }
     return actions[arguments.action](arguments)
@@ -172,6 +175,20 @@ def _as_json(status: Status) -> dict[str, Any]:
             for check in status.checks
         ],
     }
+
+
+def _list(a: argparse.Namespace) -> int:
+    from engine.contracts.status import overview
+    from engine.contracts.text import summary
+
+    statuses = overview(receipts=a.receipts)
+    lines = []
+    for status in statuses:
+        lines.append(summary(status))
+        equations = status.contract.file.equations if status.contract else {}
+        for name, equation in equations.items():
+            lines.append(_wrapped(f"  {name}: {_line(equation.formula)}"))
+    return answer(a, "contract", [_as_json(status) for status in statuses], lines)
 
 
 def _show(a: argparse.Namespace) -> int:

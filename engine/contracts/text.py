@@ -1,4 +1,4 @@
-"""Everything about one contract as text."""
+"""Contracts as text: one line for each, or everything about one."""
 
 from __future__ import annotations
 
@@ -11,6 +11,15 @@ from engine.units import format_seconds
 from engine.verdict import Level
 
 SIGNS = {Level.PASS: "+", Level.FAIL: "!", Level.UNKNOWN: "?"}
+
+
+def summary(status: Status) -> str:
+    """Return one line: `+ PASS kd-loss-v1: proven, 3h02m old`, with the reason when it does not pass."""
+    level = status.answer.level
+    why = "" if level is Level.PASS else f"; {one_line(str(status.answer))}"
+    age = "never run" if status.age_s is None else f"{_age(status.age_s)} old"
+    reached = status.reached.name.lower()
+    return f"{SIGNS[level]} {level.name} {status.id}: {reached}, {age}{why}"
 
 
 def contract_lines(status: Status) -> Iterator[str]:

@@ -302,6 +302,8 @@ def test_the_command_runs_lists_and_shows(
     status = json.loads(out.splitlines()[-1])
     assert status["level"] == "pass" and status["contracts"][0]["reached"] == "proven"
     assert "1 pass, 0 fail, 0 unknown" in out
+    assert main(["contracts", "list"]) == 0
+    assert "double: d(x) = 2x" in capsys.readouterr().out
     assert main(["contracts", "show", "thing-v1"]) == 0
     shown = capsys.readouterr().out
     assert "double: d(x) = 2x" in shown

@@ -535,7 +535,10 @@ def test_runs_of_others_are_compared_by_their_settings(
     spiked: RunFolder, offline_run: Path
 ) -> None:
     run, _ = imported("wandb", offline_run, out=spiked.path.parent)
-    runs = CompareFeed(dict(enumerate([run, spiked]))).read_all().runs
+    feed = CompareFeed(dict(enumerate([run, spiked])))
+    while (compared := feed.poll()).behind:
+        pass
+    runs = compared.runs
     found = {one.key: dict(one.values) for one in differences(runs)}
     assert found["config.lr"] == {(0,): "0.1", (1,): "-"}
     assert found["optimizer.name"] == {(0,): "adamw", (1,): "-"}

@@ -24,7 +24,6 @@ from engine.models.packed_size import packed_size
 from engine.models.read_config import config_of
 from engine.quant.blocks import BLOCK_TYPES, LAYOUTS, WRITTEN
 from engine.quant.quantize import quantize
-from engine.teachers.frozen import QuantizedTeacher
 from tests.support.packed_models import lively, make_config, random_tokens, write
 
 # fp32 on both sides, and the same values: what differs is the order of sums.
@@ -207,11 +206,6 @@ def test_nan_in_a_block_is_refused_by_name_with_its_share(tmp_path: Path, blocks
     with pytest.raises(WeightsError) as b:
         load_decoder(path)
     assert str(a.value) == str(b.value)
-
-
-def test_only_decoders_with_blocks_are_quantized_teachers() -> None:
-    with pytest.raises(InternalError, match="expected weights in blocks"):
-        QuantizedTeacher(lively(make_config()))
 
 
 @torch.no_grad()
