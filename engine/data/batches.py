@@ -1,6 +1,6 @@
 """Fixed-length rows of a token stream, and the order in which training reads them.
 
-Packing. Row r is tokens[r*T : (r+1)*T], whatever documents that covers; a tail shorter than T is dropped. Position t
+Packing. Row r is tokens[r*T : (r+1)*T], regardless of document boundaries; a tail shorter than T is dropped. Position t
 of a row predicts the next token of the stream; for the last position that is the first token after the row, if there
 is one. A position has a label only if that next token belongs to the same document: the end-of-text token predicts
 nothing, so no label crosses from one document to another.
@@ -68,7 +68,7 @@ class Batch:
         return int(np.count_nonzero(self.labels_BT != IGNORED))
 
     def split(self, rows: int) -> Iterator[Batch]:
-        """Yield the batch in parts of at most `rows` rows, in order."""
+        """Yield the batch as smaller batches of at most `rows` rows, in order."""
         for start in range(0, len(self.row_ids), rows):
             part = slice(start, start + rows)
             yield Batch(
@@ -110,7 +110,8 @@ class Batches:
         self._stream = stream
         self._seq_len = seq_len
         self._seed = seed
-        # The last epoch and its permutation, in one assignment: a reader on another thread sees both or neither.
+        # The last epoch and its permutation are assigned as one tuple, so that another thread never sees one without
+        # the other.
         self._latest: tuple[int, Int64Array] | None = None
 
     def batch_at(self, index: int) -> Batch:
@@ -153,7 +154,7 @@ def epoch_order(rows: int, seed: int, epoch: int) -> Int64Array:
 def count_rows(stream: TokenStream, seq_len: int, split: str) -> int:
     """Return the number of full rows in the stream.
 
-    Raises CorpusError when there is none; `split` is its place in the message.
+    Raises CorpusError when there is none; the message names `split`.
     """
     assert seq_len >= 1
     rows = len(stream) // seq_len
@@ -171,7 +172,7 @@ def count_rows(stream: TokenStream, seq_len: int, split: str) -> int:
 def labelled_rows(stream: TokenStream, seq_len: int, split: str) -> Int64Array:
     """Return the rows that have a label, in order.
 
-    Raises CorpusError when there is none; `split` is its place in the message.
+    Raises CorpusError when there is none; the message names `split`.
     """
     rows = count_rows(stream, seq_len, split)
     if stream.labelled is None:
@@ -201,8 +202,8 @@ def labelled_rows(stream: TokenStream, seq_len: int, split: str) -> Int64Array:
 
 
 def labels_after_a_cut(stream: TokenStream, seq_len: int) -> float:
-    """Return the share of labels, 0 to 1, whose document begins in an earlier row: they are predicted without its
-    beginning."""
+    """Return the share of labels, 0 to 1, whose document begins in an earlier row: the model predicts them without the
+    beginning of the document."""
     after_cut = labels = 0
     at_once = max(1, READ_AT_ONCE // seq_len) * seq_len
     for start in range(0, len(stream) - 1, at_once):

@@ -28,7 +28,7 @@ If both fail, the message is rendered after one short question, where both metho
 if `through` ends with the turn rendered there, after the same header. This finds a turn after a default system prompt,
 and after another turn of the assistant.
 
-A turn that cannot be proved has no labels. Neither has a turn with parts that the template does not write
+A turn that cannot be proved has no labels. Nor has a turn with fields that the template does not write
 (`engine.data.unwritten`), nor one with a `weight` of 0 or `train` of false. The other turns keep their labels; a
 conversation without any labels is skipped with the reason.
 
@@ -59,7 +59,12 @@ from engine.data.chat_template import (
 )
 from engine.data.conversations import ASSISTANT, Conversation
 from engine.data.left_out import Skipped
-from engine.data.unwritten import costs_labels, invented, tools_are_written, unwritten_fields
+from engine.data.unwritten import (
+    added_before_answer,
+    costs_labels,
+    tools_are_written,
+    unwritten_fields,
+)
 from engine.errors import CorpusError
 from engine.formats.tokenizer import TextTooLong, Tokenizer
 
@@ -99,8 +104,8 @@ def encode_chats(
 ) -> list[Chat | Skipped]:
     """Return each conversation as tokens, or why it is skipped, in order.
 
-    Raises CorpusError for messages if there is no template, and TokenizerError if the tokenizer has no
-    token that ends a text where one is to be added.
+    Raises CorpusError for messages if there is no template, and TokenizerError if an end-of-text token must be added
+    and the tokenizer has none.
     """
     proofs = [_prove(conversation, tokenizer, template, turns) for conversation in conversations]
     texts = [proof.text for proof in proofs if isinstance(proof, _Proved)]
@@ -121,7 +126,8 @@ def encode_chats(
 def _encode(
     tokenizer: Tokenizer, texts: Sequence[str]
 ) -> list[tuple[NDArray[np.uint32], NDArray[np.int64]] | str]:
-    """Return the tokens of each text and the characters where they begin, or the reason why it has none."""
+    """Return the tokens of each text and the character offset of each token, or the reason why the text has no
+    tokens."""
     try:
         return [*tokenizer.encode_with_starts(texts)]
     except TextTooLong as error:
@@ -165,7 +171,7 @@ def _label(
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
 ) -> Chat | Skipped:
-    """Turn the spans of a text into labels of its tokens, which begin at the characters `starts`."""
+    """Label the tokens that begin inside the spans of a text; `starts` holds the character offset of each token."""
     labelled = np.zeros(len(ids), dtype=np.bool_)
     straddles = False
     for span in proved.spans:
@@ -223,13 +229,13 @@ def _prove(
         whole=whole,
         special=_special(tokenizer.special_tokens, template.eos_token),
     )
-    remarks = finder.note_unwritten()
+    remarks = finder.unwritten_remarks()
     spans: dict[int, _Span] = {}
     reasons: list[str] = []
-    # The last turn first: the tokens that end turns may be known from it alone.
+    # The last turn is searched first: it may be the only one that shows the end-of-turn tokens.
     for index in reversed(requested if turns == "all" else requested[-1:]):
         try:
-            finder.must_have_labels(index)
+            finder.check_not_excluded(index)
             span = finder.span(index)
         except _Unproved as error:
             reasons.append(str(error))
@@ -269,8 +275,9 @@ class _TurnFinder:
     lost: dict[int, list[str]] = field(default_factory=dict)
     """Fields that the template does not write, for each turn that has no labels because of them."""
 
-    def note_unwritten(self) -> list[str]:
-        """Return remarks on parts that the template does not write; those that cost a turn its labels go to `lost`."""
+    def unwritten_remarks(self) -> list[str]:
+        """Return remarks on fields that the template does not write; record in `lost` those that cost a turn its
+        labels."""
         tools = self.conversation.tools
         remarks = []
         if not tools_are_written(self.template, self.messages, tools):
@@ -286,7 +293,7 @@ class _TurnFinder:
                 remarks.append(WEIGHED)
         return list(dict.fromkeys(remarks))
 
-    def must_have_labels(self, index: int) -> None:
+    def check_not_excluded(self, index: int) -> None:
         """Raise _Unproved for a turn that its record excludes, or that the template does not write completely."""
         message = self.messages[index]
         if message.get("weight") == 0 or message.get("train") is False:
@@ -300,12 +307,12 @@ class _TurnFinder:
         for index, span in spans.items():
             message = self.messages[index]
             turn = self.whole.text[span.start : span.end]
-            if text := invented(turn, message, _answer(message)):
+            if text := added_before_answer(turn, message, _answer(message)):
                 remarks.append(f"the template writes {text[:200]!a} before an answer, with labels")
         return list(dict.fromkeys(remarks))
 
     def span(self, index: int) -> _Span:
-        """Return where message `index` is. Raises _Unproved."""
+        """Return the span of message `index`. Raises _Unproved if it cannot be located."""
         span: _Span | None
         try:
             span = self._by_prefix(index)
@@ -314,7 +321,7 @@ class _TurnFinder:
             if isinstance(error, Unrenderable):
                 reason = f"the template refuses the beginning of the conversation: {error}"
             marked = self._by_mark(index)
-            # A turn that begins with its prompt and changes later cannot be found by likeness either.
+            # A turn that begins with its prompt and changes later cannot be found by `_by_likeness` either.
             may_be_like = marked is None and reason != OTHER_LATER
             likened = self._by_likeness(index) if may_be_like else None
             span = marked or likened
@@ -397,7 +404,8 @@ class _TurnFinder:
         return _Span(start=start, end=start + length, ended=ended)
 
     def _by_mark(self, index: int) -> _Span | None:
-        """Find a message by its mark, trimmed to the end of the turn; None if the mark does not match the message."""
+        """Find a message by its `{% generation %}` mark, trimmed to the end of the turn; None if the mark does not
+        match the message."""
         assistant = [i for i, one in enumerate(self.messages) if one["role"] == ASSISTANT]
         marks, whole = self.whole.marks, self.whole.text
         if marks is None or len(marks) != len(assistant):
@@ -448,8 +456,9 @@ class _TurnFinder:
             return length, self.special.at_end(turn[:length]) is not None
         begin = _after_reasoning(turn, message)
         if turn.find(answer, begin) < 0:
-            begin = 0  # the template left the reasoning out, and what looked like it belongs to the answer
-        # A short answer may also be part of a header, so what follows it decides.
+            # The template left the reasoning out: the text that looked like reasoning belongs to the answer.
+            begin = 0
+        # A short answer may also occur in a header, so the text after it decides.
         position = turn.find(answer, begin)
         while position >= 0:
             end = self.special.end_of_run(turn, position + len(answer))
@@ -466,7 +475,7 @@ class _TurnFinder:
 
 
 def _after_reasoning(turn: str, message: Message) -> int:
-    """Return where the reasoning in a turn ends, 0 if there is none."""
+    """Return the character offset at which the reasoning in a turn ends, 0 if there is none."""
     position = turn.rfind("</think>")
     if position >= 0:
         return position + len("</think>")
@@ -481,7 +490,7 @@ class _Special:
 
     texts: frozenset[str]
     lengths: tuple[int, ...]
-    """Lengths of the texts, the longest first."""
+    """Lengths of the special tokens in characters, the longest first."""
 
     def at_end(self, text: str) -> str | None:
         """Return the longest special token that a text ends with."""

@@ -66,11 +66,13 @@ _SHORT_ROLES = {"human": "user", "gpt": ASSISTANT, "system": "system"}
 _FORMS = '"messages", "conversations", or "prompt" and "completion"'
 LONE_SURROGATE = "a lone surrogate, which is not valid Unicode text"
 _NAMED = frozenset({"role", "content", "tool_calls", "name", *REASONING})
-"""Keys that a conversation's name is a hash of. Two that differ only in other keys, such as an id, are in one split."""
+"""Keys whose values are hashed into a conversation's name. Conversations that differ only in other keys, such as an
+id, are in the same split."""
 
 
 class BadRecord(CorpusError):
-    """A record that cannot be used. `reason` names no place, so that it is equal for records with the same fault."""
+    """A record that cannot be used. `reason` contains no line number, so that records with the same fault have the
+    same reason."""
 
     reason: str = ""
 
@@ -90,7 +92,7 @@ class Conversation:
 
 
 def is_conversation(record: Mapping[str, Any]) -> bool:
-    """Return whether a record is a conversation. It is one even if it has a "text", which is then a rendered copy."""
+    """Return whether a record is a conversation. A conversation may also have a "text": a rendered copy of it."""
     return bool(record.get("messages") or record.get("conversations")) or (
         record.get("prompt") is not None and record.get("completion") is not None
     )
@@ -139,7 +141,7 @@ def bad_record(
     reason: str = "",
     what: str = "conversation",
 ) -> NoReturn:
-    """Raise a BadRecord. `reason` is the text that it is counted under; it is needed if `found` differs by record."""
+    """Raise a BadRecord. It is counted under `reason`, which must be given if `found` differs from record to record."""
     error = BadRecord.expected(what, where, expected, found, hint=hint)
     error.reason = reason or f"expected {expected}, found {found}"
     raise error
@@ -205,7 +207,7 @@ def _message(value: object, where: str) -> Message:
 
 
 def _convert_variants(message: dict[str, Any], content: Any, where: str) -> Any:
-    """Convert the variants of OpenAI in place into the form that templates read; return the content."""
+    """Convert OpenAI's variants of a message in place into the form that templates read; return the content."""
     call = message.pop("function_call", None)
     if call is not None and not message.get("tool_calls"):
         message["tool_calls"] = _calls(call, f'{where}, "function_call"')
@@ -280,7 +282,8 @@ def _dump_checked(content: object, where: str) -> str:
 
 
 def _named_parts(message: Message) -> dict[str, Any]:
-    """Return the parts of a message that its conversation's name depends on, without ids: those differ in each copy."""
+    """Return the fields of a message that its conversation's name depends on, without ids, which differ in each
+    copy."""
     named = {key: value for key, value in message.items() if key in _NAMED}
     if isinstance(calls := named.get("tool_calls"), list):
         named["tool_calls"] = [

@@ -67,11 +67,11 @@ class Split:
 
     @property
     def contents(self) -> NDArray[np.uint64]:
-        """Hash of each document's content, by which copies are found: of a text, or of a conversation without ids."""
+        """Hash of each document's content, used to find copies: of its text, or of a conversation without ids."""
         index, numbers = self.index, self.numbers
         return np.where(index.are_chats[numbers], index.positions[numbers], index.digests[numbers])
 
-    def like(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    def first_copies(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return, for each document in `numbers`, the first document of the split with the same text."""
         digests, first = np.unique(self.index.digests[self.numbers], return_index=True)
         places = np.searchsorted(digests, self.index.digests[numbers])
@@ -132,7 +132,7 @@ class Index:
             sizes.append(item.size_bytes)
             done += item.size_bytes
             progress(done)
-        self.faults.refuse_too_many(len(positions))
+        self.faults.raise_if_too_many(len(positions))
         self.positions = np.frombuffer(positions, dtype=np.uint64)
         """Hashes of the names, in [0, 2^64)."""
         self.digests = np.frombuffer(digests, dtype=np.uint64)
@@ -146,8 +146,8 @@ class Index:
     def take(
         self, numbers: NDArray[np.int64], max_bytes: int | None, heldout: Split | None = None
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return, in order, the documents that still fit and are not copies of held-out text, and those that are
-        copies."""
+        """Return two lists of document numbers, in order: the documents that fit into `max_bytes` and are not copies
+        of held-out text, and the copies."""
         left_bytes = math.inf if max_bytes is None else max_bytes
         is_copy = np.zeros(len(numbers), dtype=np.bool_)
         if heldout is not None:
@@ -216,9 +216,9 @@ def open_corpus(
     """Read `source` (see `engine.data.sources`) and split it. Raises CorpusError when it cannot be used.
 
     `columns` names the one or two columns of records that are read. `max_bytes` bounds the bytes of
-    train, and `max_bytes * heldout_fraction` those of held-out, which keeps at least one document (then
-    the smallest). Of the records at most the share `skip_at_most` may have a fault. `progress` is called with
-    the bytes of text read so far.
+    train, and `max_bytes * heldout_fraction` those of held-out, which always keeps at least its smallest document. At
+    most the share `skip_at_most` of the records may be invalid. `progress` is called with the bytes of text read so
+    far.
     """
     index = Index(
         source,
@@ -282,7 +282,7 @@ def check_corpus(source: str, *, include_tests: bool = False, columns: Sequence[
         if read_bytes >= CHECK_BYTES:
             break
     if not read_bytes:
-        faults.refuse_too_many(0)
+        faults.raise_if_too_many(0)
         raise _empty(source, skipped)
     return chats
 

@@ -13,7 +13,7 @@ ALLOWED = 20
 SKIP_AT_MOST = 0.05
 """Default of `data.skip_at_most`, a share from 0 to 1."""
 _REASONS = 100
-"""Most reasons that are counted separately; the bound keeps hostile records from filling the memory."""
+"""Maximum number of reasons that are counted separately; the bound keeps hostile records from filling the memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class Skipped:
     """Name of a file or document, or file and line of a record."""
     reason: str
     fault: BadInput | None = None
-    """Error of an invalid record, with its place; None for anything else that is left out."""
+    """Error of an invalid record, with its file and line; None for anything else that is left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class RecordFaults:
         return tuple(sorted(self._counts.values(), key=lambda one: -one.count))
 
     def add(self, skipped: Skipped) -> bool:
-        """Count `one` if it is an invalid record; return whether it is."""
+        """Count `skipped` if it is an invalid record; return whether it is."""
         if skipped.fault is None:
             return False
         self.first = self.first or skipped.fault
@@ -72,7 +72,7 @@ class RecordFaults:
         count_left_out(self._counts, skipped)
         return True
 
-    def refuse_too_many(self, documents: int) -> None:
+    def raise_if_too_many(self, documents: int) -> None:
         """Raise CorpusError if too many records are invalid; `documents` is the number of valid documents."""
         every = documents + self.count
         if self.first is None or (documents and self.count <= ALLOWED):

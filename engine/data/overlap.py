@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from engine.data.tokens import TokenStream
 
 WINDOW = 64
-"""Tokens of a window that is long enough to be shared only by copying; boilerplate such as a licence is found too."""
+"""Tokens of a window: so long that only copied text shares one. Boilerplate such as a licence is found too."""
 MOST_TOKENS = 1 << 26
-"""Most tokens of either split whose windows are compared; they take about two seconds."""
+"""Maximum number of tokens of either split whose windows are compared; comparing them takes about two seconds."""
 MOST_WINDOWS = 1 << 16
-"""Most windows that are compared, spread evenly over the held-out split."""
+"""Maximum number of windows that are compared, spread evenly over the held-out split."""
 
 
 def predicted(stream: TokenStream) -> NDArray[np.generic]:

@@ -25,13 +25,15 @@ from numpy.typing import NDArray
 
 STREAM, DOCUMENTS, OFF = PACKINGS = ("stream", "documents", "off")
 WINDOW = 4096
-"""Documents that are packed together. It is bounded so that the data roughly keep their order."""
-FILLS = -1
-"""Document number that `places` yields for padding."""
+"""Number of documents that are packed together, bounded so that the data roughly keep their order."""
+PADDING = -1
+"""Document number that `packed_lengths` yields for padding."""
 
 
-def places(lengths: NDArray[np.int64], seq_len: int, packing: str) -> Iterator[tuple[int, int]]:
-    """Yield (document number or `FILLS`, tokens) in the order of the rows."""
+def packed_lengths(
+    lengths: NDArray[np.int64], seq_len: int, packing: str
+) -> Iterator[tuple[int, int]]:
+    """Yield (document number or `PADDING`, tokens) in the order of the rows."""
     assert packing in PACKINGS
     if packing == STREAM:
         yield from ((number, int(length)) for number, length in enumerate(lengths))
@@ -45,12 +47,12 @@ def places(lengths: NDArray[np.int64], seq_len: int, packing: str) -> Iterator[t
             for index in row:
                 yield int(window[index]), sizes[index]
             if free := -sum(sizes[index] for index in row) % seq_len:
-                yield FILLS, free
+                yield PADDING, free
 
 
 def _bins(lengths: list[int], seq_len: int) -> list[list[int]]:
-    """Return the documents of a window by row, rows ordered by their first document. A document longer than a row
-    counts, together with those after it in its last row, as one row."""
+    """Return the documents of a window by row, rows ordered by their first document. A document longer than a row and
+    the documents that fill its last row count as one row."""
     rows: list[list[int]] = []
     # (free tokens, row), sorted.
     room: list[tuple[int, int]] = []

@@ -55,7 +55,7 @@ from engine.files import open_regular
 
 TEXT_SUFFIXES = (".py", ".txt", ".md")
 CHAT_KEYS = frozenset({"messages", "conversations", "completion"})
-"""Keys of which a record or table has at least one if it holds conversations."""
+"""Keys of a conversation; a record or table that holds conversations has at least one of them."""
 TEXT_NOT_READ = 'the "text" of a record with a conversation is not read'
 _CHAT_COLUMNS = ("messages", "conversations", "prompt", "completion", "tools", "system")
 RECORD_HINT = (
@@ -70,7 +70,8 @@ _BOM = codecs.BOM_UTF8
 _MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PAR1": "parquet"}
 _COMPRESSED_SUFFIXES = (".gz", ".zst")
 _ROWS_AT_ONCE = 1
-"""Rows of Parquet decoded at a time. One costs 10 microseconds more per row, and bounds memory by one long row."""
+"""Rows of Parquet decoded at a time. Decoding one row at a time costs 10 microseconds more per row, but bounds memory
+by one long row."""
 _READ_AT_ONCE = 64 << 10
 
 
@@ -119,7 +120,7 @@ def _kind_of_name(name: str) -> Literal["text", "json", "parquet"]:
 
 
 def recognise(path: Path, name: str, columns: tuple[str, ...] = ()) -> DataFile:
-    """Recognise a regular file. Raises CorpusError where its name says Parquet and its first bytes do not."""
+    """Recognise a regular file. Raises CorpusError if its name ends in .parquet and its first bytes are not PAR1."""
     with _opened(path) as file, _readable(shown(path)):
         if os.fstat(file.fileno()).st_size > limits.CORPUS_FILE.most:
             refuse_size(path, limits.CORPUS_FILE)
@@ -171,7 +172,7 @@ def read_records(file: DataFile) -> Iterator[Record | Skipped]:
 def _record_or_skipped(
     read: Callable[..., Record], file: DataFile, place: str, *arguments: Any
 ) -> Record | Skipped:
-    """Return what `read` returns, or a Skipped with its BadRecord."""
+    """Return the result of `read`, or a Skipped that holds the BadRecord it raised."""
     try:
         return read(file, place, *arguments)
     except BadRecord as error:
@@ -262,7 +263,8 @@ def _content(file: DataFile, place: str, where: str, record: Any, source: str) -
 def _named_chat(
     names: Mapping[str, str], record: Mapping[str, Any], where: str, place: str
 ) -> Record:
-    """Return the conversation in the columns that the user names. `names` maps the keys of a conversation to them."""
+    """Return the conversation in the columns that the user names. `names` maps the keys of a conversation to these
+    columns."""
     chat = {key: record[column] for key, column in names.items()}
     chat |= {key: record[key] for key in ("tools", "system") if record.get(key) is not None}
     name = read_conversation(chat, where).name
@@ -345,7 +347,7 @@ def _rows(file: DataFile) -> Iterator[tuple[int, dict[str, Any]]]:
             needed = _columns(file, table.schema_arrow.names)
             batches = table.iter_batches(_ROWS_AT_ONCE, columns=needed, use_threads=False)
             for number, batch in enumerate(batches, start=1):
-                # The columns of a table hold every key that any row has, with null where this one has none.
+                # A table has a column for every key of any row; a row without the key has null there.
                 yield number, _plain(batch.to_pylist()[0])
         except (OSError, pyarrow.ArrowException, UnicodeDecodeError, OverflowError) as error:
             message = " ".join(str(error).split())[:200]
@@ -413,7 +415,7 @@ class _Stream(io.RawIOBase):
         try:
             data = self._decompressor.read(len(buffer))
         except (EOFError, zlib.error, OSError) as error:
-            # Only an error of the disk has a number: others are of gzip or zstd.
+            # Only an error of the disk has an errno; the others come from gzip or zstd.
             if isinstance(error, OSError) and error.errno:
                 refuse_unreadable(self._file.path, error)
             where = f"{self._file.where}, decompressed byte {self._size:,}"
@@ -494,7 +496,7 @@ def refuse_size(path: Path, limit: limits.Limit) -> NoReturn:
 
 
 def refuse_unreadable(path: Path, error: OSError | ValueError) -> NoReturn:
-    # ValueError is how the interpreter refuses a path with a NUL in it.
+    # The interpreter raises ValueError for a path that contains a NUL.
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     raise unusable(shown(path), "a readable file", reason) from error
 

@@ -20,8 +20,9 @@ class RowHash(NamedTuple):
     """8-byte blake2b of the row's tokens and labels, int32 and little-endian; for a row of several documents, of their
     hashes."""
     documents: tuple[bytes, ...] = ()
-    """Hash of the part in this row of each document that has a label there; empty for a row of one document. Parts
-    without labels are left out, because padding and the ends of texts are equal in many rows."""
+    """Hash of the tokens and labels in this row of each document that has a label in it; empty for a row of one
+    document. Documents without a label in the row are left out, because padding and the ends of documents are equal in
+    many rows."""
 
 
 def hashes_of(batch: Batch) -> list[RowHash]:

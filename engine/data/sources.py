@@ -1,4 +1,4 @@
-"""Sources of documents: a source is a list of files, and those are a stream of `Piece`s.
+"""Sources of documents: a source is a list of files, which are read as a stream of documents (`Piece`).
 
     source            a piece is                          its name
     python-stdlib     a *.py file of the interpreter      path in the library: json/decoder.py
@@ -16,11 +16,11 @@ the passages of a file, concatenated, are the file.
 A folder holds either text or records. A folder with a text file other than README.md is a folder of text: files of
 records in it are reported as left out, and .json files do not count as text. A folder without one, or any folder if
 columns are named, is a folder of records. Its .json files are read only if it has no other files of records, because
-next to other files they usually describe the data. A glob is the folder that it begins in, with only the files that
+next to other files they usually describe the data. A glob reads the folder that it begins in, but only the files that
 match: `data/*.parquet`, `src/**/*.py`, with `*`, `?` and `[ab]` in a name and `**` for any folders.
 
-Listing holds one text at a time (of a JSON list, its file), so a source may be larger than memory: what is kept of a
-piece must not be its text.
+Listing holds one text at a time (of a JSON list, its file), so a source may be larger than memory if callers do not
+keep the texts of its pieces.
 
 The following are left out, and each is reported as a `Skipped`: invalid records, empty files and texts, links to
 folders (they can loop), hidden files and folders (.git, .venv), and, in the standard library only, files that are not
@@ -193,7 +193,7 @@ def hash_of(text: bytes) -> int:
 
 
 def column_names(setting: str) -> tuple[str, ...]:
-    """Read `data.columns`: no name, one, or two with a comma between them. Raises CorpusError."""
+    """Read `data.columns`: no name, one name, or two comma-separated names. Raises CorpusError."""
     names = tuple(name.strip() for name in setting.split(",")) if setting else ()
     if len(names) > 2 or not all(names) or len(set(names)) < len(names):
         raise unusable(
@@ -245,7 +245,7 @@ def _glob(pattern: str, columns: tuple[str, ...]) -> Iterator[SourceFile | Skipp
 def _folder(
     root: Path, columns: tuple[str, ...], glob_parts: Sequence[str] = ()
 ) -> Iterator[SourceFile | Skipped]:
-    """Yield what a folder holds, or the files in it that match a glob."""
+    """Yield the files of a folder, or those that match a glob."""
     has_text, has_tables = _kinds_in(root, glob_parts)
     is_text = has_text and not columns
     other_kinds = taken = 0
@@ -284,7 +284,7 @@ def _folder(
 
 
 def _kinds_in(root: Path, glob_parts: Sequence[str]) -> tuple[bool, bool]:
-    """Return whether it is a folder of text, and whether it has files of records other than .json."""
+    """Return whether the folder is one of text, and whether it has files of records other than .json."""
     has_text = has_readme = has_tables = False
     for path in _walk(root, glob_parts):
         if isinstance(path, Skipped) or path.name.startswith("."):

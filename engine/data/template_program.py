@@ -1,6 +1,6 @@
 """A chat template as a program: compiled by Jinja into its sandbox, as in Transformers.
 
-A template is a program of whoever made the tokenizer. The sandbox keeps it from files and from the interpreter.
+A template is code written by the author of the tokenizer. The sandbox denies it access to files and to the interpreter.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ OPEN, CLOSE = "\ufdd0", "\ufdd1"
 
 
 class Unrenderable(Exception):
-    """A template that refuses a conversation, or fails on it; the text says why, in one line."""
+    """A template that refuses a conversation, or fails on it; the message says why, in one line."""
 
 
 class NoTemplate(Exception):
-    """A text that is not a Jinja template; the text says why, in one line."""
+    """A text that is not a Jinja template; the message says why, in one line."""
 
 
 class _Unmarked(Extension):
@@ -65,7 +65,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _to_json
         del self.globals["lipsum"]
         self.globals["raise_exception"] = _raise_exception
-        # A method would lead to its class, and that to others.
+        # A method gives access to its class, and through it to other classes.
         self.globals["strftime_now"] = lambda form: now.strftime(form)
 
 
@@ -91,7 +91,7 @@ class Program:
             raise NoTemplate(f"{one_line(error.message or '')} at line {error.lineno:,}") from None
         except (RecursionError, MemoryError):
             raise NoTemplate("nesting too deep") from None
-        # Jinja writes a program of Python, which has limits of its own.
+        # Jinja generates Python code, and Python limits its nesting and size.
         except Exception as error:  # noqa: BLE001
             raise NoTemplate(f"{type(error).__name__}: {one_line(str(error))}") from None
 

@@ -8,10 +8,10 @@
         heldout.*        the same for the held-out split
         manifest.json    sizes and SHA-256 of these files and of itself, counts, names of documents
 
-The key is a hash of everything that the tokens depend on: the content of the files of the corpus, which are read for
-it at every start, the tokenizer, the chat template, the settings of the split and of the rows, and the versions of the
-code that makes them. A folder is renamed to its final name once it is complete. Before it is used, the size and hash
-of each file are checked; if one differs, for example after a power failure, the folder is rebuilt.
+The key is a hash of everything that the tokens depend on: the content of the files of the corpus (all are read at
+every start to compute the key), the tokenizer, the chat template, the settings of the split and of the rows, and the
+versions of the code that makes them. A folder is renamed to its final name once it is complete. Before it is used, the
+size and hash of each file are checked; if one differs, for example after a power failure, the folder is rebuilt.
 
 Making a folder needs memory for one batch of text and about 85 bytes per document. Tokens are written to a temporary
 file in the order of the files, and copied from there in the order of the split, so the disk holds them twice for a
@@ -48,7 +48,7 @@ from numpy.typing import NDArray
 from engine import limits
 from engine.data.corpus import Corpus, Document, Index, Split, open_corpus
 from engine.data.left_out import SKIP_AT_MOST, LeftOut, Skipped, count_left_out
-from engine.data.packing import FILLS, STREAM, places
+from engine.data.packing import PADDING, STREAM, packed_lengths
 from engine.data.sources import list_files
 from engine.data.tokens import Encoder, StreamDigest, TokenStream, raise_if_no_tokens, starts_of
 from engine.errors import BadInput, CorpusError, write_error
@@ -58,7 +58,7 @@ from engine.version import VERSION
 
 FORMAT = 6
 NAMED = 8
-"""Number of documents dropped as copies whose names are kept."""
+"""Maximum number of names kept of documents that were dropped as copies."""
 MOST_BYTES = 64 << 30
 """Size of the cache, in bytes, from which the least recently used folders are removed."""
 _READ_AT_ONCE = 1 << 22
@@ -66,7 +66,7 @@ _READ_AT_ONCE = 1 << 22
 _WRITTEN_AT_ONCE = 1 << 20
 """Bytes of tokens that are written at a time."""
 _ABANDONED_S = 7 * 86400
-"""Age from which an unfinished folder is taken for that of a killed process, in seconds."""
+"""Age, in seconds, from which an unfinished folder is assumed to belong to a killed process."""
 _SIDES = ("train", "heldout")
 _MANIFEST = "manifest.json"
 
@@ -115,7 +115,7 @@ class Recipe:
                 template.variables,
                 template.now.isoformat() if template.reads_clock else "",
             ]
-        # No part may have a repr with an address in it, which would change the key at every start.
+        # No field may have a repr that contains an address, which would change the key at every start.
         text = json.dumps(parts, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -211,7 +211,7 @@ def load_tokens(
 
 
 def _find_cached(entry: Path, progress: Progress) -> Tokens | str:
-    """Return the tokens in a folder of the cache, or a note that says why they are made."""
+    """Return the tokens in a folder of the cache, or a note that says why they must be made."""
     if not entry.exists():
         return "made for the first time"
     try:
@@ -332,8 +332,8 @@ def _make_tokens(
 
 
 class _Maker:
-    """Tokenizes a corpus in the order of its files, then writes the tokens in the order of each split. Two files in
-    the folder hold the tokens and labels in between."""
+    """Tokenizes a corpus in the order of its files, then writes the tokens in the order of each split. Two temporary
+    files in the folder hold the tokens and labels in the order of the corpus."""
 
     def __init__(
         self, *, recipe: Recipe, corpus: Corpus, tokens: IO[bytes], labelled: IO[bytes]
@@ -362,7 +362,7 @@ class _Maker:
         for encoded in self._recipe.encoder.encode(documents()):
             number = numbers.popleft()
             lengths[number] = len(encoded.ids)
-            self._tokens.write(_little(encoded.ids))
+            self._tokens.write(_little_endian(encoded.ids))
             if self._has_chats:
                 self._labelled.write(encoded.labels.tobytes())
             side = _SIDES[int(is_heldout[number])]
@@ -402,11 +402,11 @@ class _Maker:
                 if label_file is not None:
                     label_file.write(labels)
 
-            for place, length in places(lengths, recipe.seq_len, recipe.packing):
+            for place, length in packed_lengths(lengths, recipe.seq_len, recipe.packing):
                 placed.append(length)
-                fills.append(place == FILLS)
-                if place == FILLS:
-                    tokens += _little(np.full(length, encoder.tokenizer.padding_id, dtype))
+                fills.append(place == PADDING)
+                if place == PADDING:
+                    tokens += _little_endian(np.full(length, encoder.tokenizer.padding_id, dtype))
                     labels += bytes(length)
                 else:
                     begin = int(begins[place])
@@ -441,7 +441,7 @@ def _names(index: Index, numbers: NDArray[np.int64]) -> list[str]:
     return [document.name for _, document in index.read(numbers)] if len(numbers) else []
 
 
-def _little(ids: NDArray[Any]) -> bytes:
+def _little_endian(ids: NDArray[Any]) -> bytes:
     return ids.astype(ids.dtype.newbyteorder("<")).tobytes()
 
 

@@ -1,4 +1,4 @@
-"""Parts of a conversation that a chat template does not write: tool calls, reasoning, contents, tools, other keys.
+"""Fields of a conversation that a chat template does not write: tool calls, reasoning, contents, tools, other keys.
 
 A field is written if the rendered text changes with it. The conversation up to its message is rendered unchanged and
 with the field left out or changed; if the texts are equal, the model never sees the field. This is tested once for each
@@ -22,7 +22,8 @@ from typing import Any
 from engine.data.chat_template import REASONING, ChatTemplate, Message, Unrenderable
 
 MOST_KINDS = 1000
-"""Most kinds of messages that are tested: records with different keys in each message have as many kinds."""
+"""Maximum number of kinds of messages that are tested, because messages that all have different keys are all different
+kinds."""
 _NOT_WRITTEN = frozenset({"role", "weight", "train"})
 """Keys that a template is not expected to write."""
 _CALLS = "tool_calls"
@@ -115,7 +116,7 @@ def _differs(
         return True
 
 
-def invented(turn: str, message: Mapping[str, Any], answer: str | None) -> str:
+def added_before_answer(turn: str, message: Mapping[str, Any], answer: str | None) -> str:
     """Return the text that a template adds before the answer of a turn without reasoning; empty if it is blank."""
     if not answer or message.get(_CALLS) or any(message.get(key) for key in REASONING):
         return ""

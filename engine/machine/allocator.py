@@ -5,7 +5,7 @@ migrate between them. On an integrated GPU both are host memory and nothing migr
 is limited by what the host has free and can be read by the host without a copy. On a discrete GPU pages would
 cross the bus.
 
-On a machine with several GPUs the first that CUDA shows decides: the run computes on it.
+On a machine with several GPUs the choice is made for the first one that CUDA shows, because the run computes on it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ ALLOWED = ("auto", "native", "managed")
 def choose_allocator(wanted: str, facts: DeviceFacts, compute_device: str = "cuda") -> Decision:
     """Choose `managed` on an integrated GPU, `native` on everything else, or what the user set.
 
-    `compute_device` is where the run computes, `cuda` or `cpu`. A request for managed memory where no GPU is
-    known to have it is refused, never replaced.
+    `compute_device` is where the run computes, `cuda` or `cpu`. Raises BadInput if `wanted` is managed memory and no
+    GPU is known to have it.
     """
     if wanted not in ALLOWED:
         raise BadInput.expected(KNOB, "the setting", f"one of {', '.join(ALLOWED)}", repr(wanted))
@@ -123,8 +123,8 @@ def _no_managed(device: CudaDevice) -> str:
 
 
 def _caution(device: CudaDevice) -> str:
-    """Return a caution when the GPU lacks concurrent managed access: the driver then takes managed memory from
-    the CPU while a kernel runs."""
+    """Return a caution when the GPU lacks concurrent managed access: the CPU must then not access managed memory while
+    a kernel runs."""
     if device.concurrent_managed_access.value == NO:
         return "; the CPU must not touch managed memory while a kernel runs there"
     return ""

@@ -7,12 +7,12 @@ NVML cannot tell whether a GPU is integrated, and lists GPUs that CUDA is config
 
 Cost: `cuInit` opens every visible GPU, which takes 0.1 s to some seconds (longest where no process holds the
 driver open), and about 100 MiB of address space. No context is made: a context would take hundreds of MiB on the
-GPU. A free-memory number needs a context, so there is none here.
+GPU. Free memory can only be read with a context, so it is not read here.
 
-After `cuInit` a process must not fork and use CUDA in the child: CUDA fails there. A driver can also hang for
-good. So `ask_in_child` queries the driver in a process of its own, with a time limit, and the caller never
-initialises CUDA; every part of the engine without torch uses that. `ask_here` is for a process that will use
-CUDA anyway. `python -m engine.machine.cuda_driver` prints what it found as one JSON line.
+After `cuInit` a process must not fork and use CUDA in the child: CUDA fails there. A driver can also hang forever. So
+`ask_in_child` queries the driver in a process of its own, with a time limit, and the caller never initialises CUDA;
+every part of the engine without torch uses that. `ask_here` is for a process that will use CUDA anyway. `python -m
+engine.machine.cuda_driver` prints what it found as one JSON line.
 
 CUDA numbers its GPUs by `CUDA_VISIBLE_DEVICES` and `CUDA_DEVICE_ORDER`, NVML by PCI address. The two are
 matched by uuid and PCI address (`memory_class.match_gpus`), never by number. A MIG instance has its own uuid

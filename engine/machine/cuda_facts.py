@@ -16,7 +16,7 @@ class CudaState(StrEnum):
     WORKS = "works"
     NO_LIBRARY = "no_library"
     NO_DEVICE = "no_device"
-    """CUDA finds no GPU, and `CUDA_VISIBLE_DEVICES` is not why."""
+    """CUDA finds no GPU, and `CUDA_VISIBLE_DEVICES` is not the reason."""
     NONE_VISIBLE = "none_visible"
     """CUDA finds no GPU among those that `CUDA_VISIBLE_DEVICES` shows."""
     BROKEN = "broken"
@@ -24,7 +24,8 @@ class CudaState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaDevice:
-    """One GPU, or one MIG instance. Booleans are words, so that no number here is a mere 0 or 1."""
+    """One GPU, or one MIG instance. Booleans are stored as words, so that they cannot be mistaken for the numbers 0
+    and 1."""
 
     index: int
     """CUDA's index, as in torch's `cuda:0`."""
@@ -40,7 +41,7 @@ class CudaDevice:
     multiprocessors: Reading
     l2_bytes: Reading
     integrated: Reading
-    """Whether the GPU has no memory but the host's: the only test for a unified-memory machine."""
+    """Whether the GPU has no memory of its own and uses the host's: the only test for a unified-memory machine."""
     managed_memory: Reading
     concurrent_managed_access: Reading
     """Whether the CPU may touch managed memory while a kernel runs."""

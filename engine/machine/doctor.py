@@ -1,4 +1,4 @@
-"""Diagnose what this machine can do and measure before a run finds out: the facts, and what follows from them.
+"""Diagnose, before a run starts, what this machine can compute and measure: its facts, and the conclusions from them.
 
     pass      a usable machine, and everything that a run reads can be read
     unknown   it can be used, but something a run would read is missing; each such reading is named
@@ -6,8 +6,8 @@
     fail      something is broken: a driver that does not answer, a lost GPU, a torch that cannot
               use the GPU that is there
 
-A machine without a GPU is a normal state: a run computes on its CPU, no GPU queries are made, and none lowers
-the verdict. It is not normal when the PCI bus has an NVIDIA GPU or `CUDA_VISIBLE_DEVICES` hides one.
+A machine without a GPU is a normal state: a run computes on its CPU, no GPU is queried, and the verdict is not
+lowered. It is not normal when the PCI bus has an NVIDIA GPU or `CUDA_VISIBLE_DEVICES` hides one.
 
 `diagnose` is pure; `engine doctor` reads the machine and prints.
 """
@@ -39,7 +39,7 @@ RULES_OUT = {
     "gpu_energy_j": "energy by the GPU's own counter",
     "sm_util_pct": "how much of the GPU works: tensor cores, occupancy, memory bandwidth",
 }
-"""Question that cannot be answered without a reading of a GPU, by its name in the log of a run."""
+"""Questions that cannot be answered without a GPU reading, by the name of the reading in the run log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class Diagnosis:
     surroundings: Surroundings
     allocator: Decision
     gpu_readings: tuple[Mapping[str, Reading], ...]
-    """Readings that a run would log of each GPU, by name."""
+    """Readings that a run would log for each GPU, by name."""
     broken: tuple[str, ...]
     missing: tuple[Missing, ...]
 

@@ -42,7 +42,7 @@ class DeviceFacts:
     memory: HostMemory
     cgroup_memory: CgroupMemory
     nvml: Reading
-    """The NVML binding in use, or why there are no GPU readings."""
+    """The NVML binding in use, or the reason why there are no GPU readings."""
     nvml_warning: str | None
     driver: Reading
     cuda_driver: Reading
@@ -50,7 +50,7 @@ class DeviceFacts:
     """GPUs in NVML's order."""
     cuda: CudaFacts
     memories: tuple[GpuMemory, ...]
-    """One for each GPU, those that CUDA shows first and in its order; never empty."""
+    """One entry per GPU: those that CUDA shows, in its order, then the others; never empty."""
 
     @property
     def has_integrated_gpu(self) -> bool | None:

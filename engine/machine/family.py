@@ -19,7 +19,7 @@ from pathlib import Path
 from engine.machine.reading import Reading, absent, measured
 
 MOST = 4096
-"""Most processes that are read; a run has some dozens."""
+"""Maximum number of processes that are read; a run has some dozens."""
 _CPU = re.compile(rb"(?s).*\) \S+(?: \S+){10} (\d+) (\d+) (\d+) (\d+) ")
 _RSS = re.compile(rb"^VmRSS:\s+(\d+) kB$", re.MULTILINE)
 _IO = re.compile(rb"^(?:rchar|wchar|read_bytes|write_bytes): (\d+)$", re.MULTILINE)
@@ -37,7 +37,7 @@ class FamilyReadings:
 
 
 def read_family(pid: int, proc: Path = Path("/proc")) -> FamilyReadings:
-    """Return the sums over `pid` and its descendants; absent where one of them cannot be read."""
+    """Return the sums over `pid` and its descendants; absent if a process cannot be read."""
     try:
         pids = members(pid, proc)
     except OSError as error:
@@ -59,7 +59,7 @@ def read_family(pid: int, proc: Path = Path("/proc")) -> FamilyReadings:
 
 
 def program_name(pid: int, proc: Path) -> str:
-    """Return the file name of a process's program; `?` where it has ended."""
+    """Return the file name of a process's program; `?` if it has ended."""
     try:
         with (proc / str(pid) / "cmdline").open("rb") as file:
             words = file.read(4096)

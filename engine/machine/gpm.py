@@ -3,7 +3,7 @@
 `gpu_util_pct` is the share of the time in which any kernel ran: one thread in an endless loop gives 100.
 These counters measure the work:
 
-    sm_util_pct        SMs that had a warp to run, mean over all of them
+    sm_util_pct        share of the time in which an SM had a warp to run, mean over all SMs
     sm_occupancy_pct   resident warps, as a share of the maximum
     tensor_util_pct    tensor pipe activity
     dram_util_pct      share of the device's memory bandwidth in use

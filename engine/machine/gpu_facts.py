@@ -53,7 +53,8 @@ class GpuFacts:
     addressing_mode: Reading
     """`none`, `hmm` or `ats`; ats: the GPU uses the page tables of the CPU."""
     numa_node: Reading
-    """Present where GPU memory is a NUMA node of the host, whose numbers are then the kernel's."""
+    """NUMA node of the host that is the memory of this GPU; absent if there is none. The kernel then counts that
+    memory."""
     sm_clock_max_mhz: Reading
     power_set_limit_w: Reading
     """The requested limit; the limit in force is read with `slow`."""

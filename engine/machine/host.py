@@ -13,7 +13,7 @@ A limit holds for a cgroup and everything below it, so the limit of a process is
 cgroup and the mounted root, and its headroom is the smallest `limit - current` on that path. "No limit" is a
 reason, not a number.
 
-On an integrated GPU none of these see CUDA memory.
+None of these readings includes the CUDA memory of an integrated GPU.
 
 Nothing here raises for a missing or malformed file; the `Reading` carries the reason. Both roots can be
 replaced by a folder of recorded texts.
@@ -206,7 +206,8 @@ class Host:
         )
 
     def find_cgroup(self, controller: str, pid: int | None = None) -> Cgroup | Reading:
-        """Find the cgroup of a process (default: this one) for `memory` or `cpu`, or why it is absent."""
+        """Find the cgroup of a process (default: this one) for `memory` or `cpu`; otherwise return an absent Reading
+        with the reason."""
         listing = self.proc / ("self" if pid is None else str(pid)) / "cgroup"
         text, mounts = read_text(listing), read_text(self.proc / "self/mountinfo")
         if isinstance(text, Reading):
@@ -241,7 +242,7 @@ class Host:
         return absent(f"group {path} of v{version} lies in no mount visible here", str(listing))
 
     def cgroup_memory(self, group: Cgroup | Reading) -> CgroupMemory:
-        """Return the memory readings of what `find_cgroup("memory")` returned; an absent reading is passed on."""
+        """Return the memory readings of a cgroup from `find_cgroup("memory")`; an absent reading is passed on."""
         if isinstance(group, Reading):
             return CgroupMemory(
                 limit_bytes=group, current_bytes=group, peak_bytes=group, headroom_bytes=group

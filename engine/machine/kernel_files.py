@@ -28,7 +28,7 @@ class Table:
     missing: str | None
 
     def number(self, key: str) -> Reading:
-        """Return the first word of the line `key`; in bytes where it is given in KiB."""
+        """Return the first word of the line `key` as a number, in bytes if the file gives it in KiB."""
         source = f"{self.path} {key}"
         if self.missing is not None:
             return absent(self.missing, source)

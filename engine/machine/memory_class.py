@@ -1,7 +1,7 @@
 """Classify the memory of a GPU, and compute how much of it may be used.
 
-No single source can tell. CUDA knows whether the GPU is integrated; NVML knows what is used, where it knows
-anything. One table joins them (a blank means that the column does not matter):
+No single source suffices. CUDA reports whether the GPU is integrated; NVML reports the memory in use, on GPUs where it
+reports memory at all. One table joins them (a blank means that the column does not matter):
 
     CUDA integrated   NVML memory      NVML utilisation   class
     no                supported                           discrete
@@ -22,8 +22,8 @@ own. A total near the host's proves nothing either: a large card in a small host
 The usable amount is one formula per memory pool, and is never given without both of its inputs:
 
     the host's         `engine.machine.host.usable_host_bytes`
-    the GPU's own      min(total - used, 95 % of total); total is the lesser of CUDA's and NVML's,
-                       which counts what the driver keeps for itself
+    the GPU's own      min(total - used, 95 % of total); total is the smaller of CUDA's and NVML's;
+                       NVML's includes memory that the driver reserves
 
 Swap is never counted: a GPU that waits for a disk is useless to the run, and a machine that swaps because of
 its GPU may not recover. MemFree is never used, because it counts the page cache as used; CUDA's own free
@@ -168,7 +168,7 @@ def classify(
     *,
     by: str,
 ) -> GpuMemory:
-    """Classify one GPU and compute what may be used. `by` is that of its `Match`."""
+    """Classify one GPU and compute what may be used. `by` is the evidence of its `Match`."""
     kind, reason = _kind(gpu, cuda, memory)
     integrated = cuda is not None and cuda.integrated.value == YES
     has_own_memory = kind in (MemoryClass.DISCRETE, MemoryClass.FRAMEBUFFER_IS_NUMA_NODE)

@@ -208,7 +208,7 @@ class Nvml:
         return self._gpus[index].facts()
 
     def fast(self, index: int) -> dict[str, Reading]:
-        """Read what changes within a second; one call is one tick of the back-off."""
+        """Read what changes within a second; each call counts as one tick of the retry interval."""
         return self._gpus[index].fast()
 
     def slow(self, index: int) -> dict[str, Reading]:
@@ -217,7 +217,8 @@ class Nvml:
     def processes(
         self, index: int, pids: Container[int], proc: Path = Path("/proc")
     ) -> tuple[Reading, Reading]:
-        """Return the bytes of a GPU that these processes use for CUDA, and every process that does, by its name."""
+        """Return how many bytes of a GPU the processes `pids` use for CUDA, and the names of all processes that use
+        CUDA on it."""
         running = self._gpus[index].running.ask()
         source = running.source
         if running.missing is not None:
@@ -258,7 +259,7 @@ def find_binding(
 ) -> tuple[Reading, str | None]:
     """Return the installed binding, and a warning when the deprecated distribution `pynvml` is installed.
 
-    Both provide a module of the same name, so only package metadata can tell them apart.
+    Both provide a module of the same name, so only package metadata can distinguish them.
     """
 
     current, deprecated = version_of("nvidia-ml-py"), version_of("pynvml")

@@ -37,7 +37,8 @@ class Rates:
 
 
 def machine_name(gpu: str, dtype: str, threads: int) -> str:
-    """Name what rates are measured on: a GPU by its name, CPUs by their host, as several may share a home."""
+    """Return the name of the measured device: a GPU's own name, or the host's for CPUs, because hosts may share a home
+    folder."""
     device = gpu or f"{platform.node()} {os.cpu_count()} CPUs {threads} threads"
     return f"{device} {dtype.removeprefix('torch.')}"
 
@@ -68,7 +69,8 @@ def keep_rates(machine: str, now: Rates) -> Rates:
 
 
 def measure_in_child() -> tuple[Reading, Reading]:
-    """Measure matmul and copy in a process of its own, keep what is best, and return both as they are now."""
+    """Measure matmul and copy in a child process, and return both rates as measured now. The best rates of the machine
+    are kept; the sources of the returned rates name them."""
     source = "engine.runtime.rates"
     try:
         done = subprocess.run(

@@ -19,7 +19,7 @@ CPU time in ticks of 10 ms, so at 1 Hz it is accurate to 1. It is absent on the 
 when the pid belongs to another process than before.
 
 The sampler measures its own cost. `duty_s` is the cost of the tick itself, GPU queries included; `duty_pct`
-is the share of the time spent on up to DUTY_TICKS ticks. When all of them together exceed DUTY_LIMIT_PCT the
+is the share of the time spent on up to DUTY_TICKS ticks. When all of them together exceed DUTY_LIMIT_PCT the sampling
 rate is halved, and `news` reports it.
 
 The pid to watch is looked up every tick, because the trainer may start after the sampler and may end before
@@ -42,9 +42,9 @@ TICK_S = 1.0
 DUTY_LIMIT_PCT = 0.5
 """Maximum share of the time that ticks may take, in percent."""
 DUTY_TICKS = 30
-"""Ticks before the duty is judged, so that one tick delayed by another process does not decide."""
+"""Number of ticks over which the duty is measured, so that one tick delayed by another process does not decide."""
 LONGEST_TICK_S = 16.0
-"""Interval in seconds that is not doubled any more."""
+"""Maximum interval between two ticks, in seconds; from it on the interval is not doubled."""
 _NEEDS_TWO = "needs two readings, some time apart"
 _FAMILY_FIELDS = (
     *("family_cpu_pct", "family_io_bytes_per_s"),
@@ -77,9 +77,9 @@ class Sampler:
         launched: int | None = None,
     ) -> None:
         """`nvml` is the result of `open_nvml()`; `clock` is a monotonic clock in seconds; `own_memory` returns
-        the trainer's own account of its memory under the field names of a host sample. `family` is the process
-        whose descendants are counted, where it is not the trainer; `launched` is the one whose descendants' GPU memory
-        is counted, where the trainer is one of several ranks."""
+        the memory that the trainer itself reports, under the field names of a host sample. `family` is the process
+        whose descendants are counted, if it is not the trainer; `launched` is the one whose descendants' GPU memory is
+        counted, if the trainer is one of several ranks."""
         self._pid_of_trainer = pid_of_trainer
         self._nvml = nvml
         self._host = host or Host()

@@ -212,7 +212,7 @@ def look_at_data(
         lengths=_groups(lengths[lengths > 0].tolist()),
         longer_than_a_row=int((lengths > data.seq_len).sum()),
         repeated=_copies(corpus, repeated, first),
-        dropped=_copies(corpus, corpus.dropped, corpus.heldout.like(corpus.dropped)),
+        dropped=_copies(corpus, corpus.dropped, corpus.heldout.first_copies(corpus.dropped)),
         left_out=_reasons(corpus, (*corpus.faults, *train.left_out, *heldout.left_out)),
         remarks=tuple(
             Reason(text=remark.reason, count=remark.count, example=remark.example)

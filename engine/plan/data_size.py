@@ -141,7 +141,7 @@ def measure_data(spec: RunSpec, inputs: Inputs) -> DataSize:
         if listed <= SAMPLED_BYTES:
             return _exact(spec, inputs, per_step)
         tokens, labelled = sample.estimate(spec, inputs, listed, texts)
-    faults.refuse_too_many(documents)
+    faults.raise_if_too_many(documents)
     passes = None
     if tokens is not None:
         trained = tokens * (1 - data.heldout_fraction)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from engine.data.batches import IGNORED, Batch, Batches, Int64Array, gather_rows
-from engine.data.packing import FILLS, STREAM, places
+from engine.data.packing import PADDING, STREAM, packed_lengths
 from engine.data.row_hashes import hashes_of
 from engine.data.token_cache import Progress, no_progress
 from engine.data.tokens import TokenStream
@@ -222,14 +222,14 @@ class _RowFormatter:
             data, lambda done: progress("reading the names of documents", done, None)
         )
         self._in_split = np.arange(len(stream.lengths))
-        """Index in the split of each document of the stream; FILLS for padding."""
+        """Index in the split of each document of the stream; PADDING for padding."""
         if data.packing != STREAM:
             whole = inputs.load_tokens(replace(data, packing=STREAM), progress, corpus=corpus)
-            placed = places(whole.train.lengths, data.seq_len, data.packing)
+            placed = packed_lengths(whole.train.lengths, data.seq_len, data.packing)
             self._in_split = np.array([number for number, _ in placed])
         self._numbers = corpus.train.numbers
         in_split = self._in_split[np.unique(self._batch(row_ids).documents_BT)]
-        numbers = np.unique(self._numbers[in_split[in_split != FILLS]])
+        numbers = np.unique(self._numbers[in_split[in_split != PADDING]])
         self._names = {n: document.name for n, document in corpus.train.index.read(numbers)}
 
     def _batch(self, row_ids: Int64Array) -> Batch:
@@ -249,7 +249,7 @@ class _RowFormatter:
             numbers.tolist(), begins.tolist(), counts.tolist(), strict=True
         ):
             in_split = int(self._in_split[number])
-            if in_split != FILLS:
+            if in_split != PADDING:
                 pieces.append(
                     Piece(
                         document=self._names[int(self._numbers[in_split])],

@@ -12,7 +12,7 @@ from engine.data.chat import Turns
 from engine.data.chat_template import ChatTemplate
 from engine.data.corpus import Document, Split
 from engine.data.left_out import LeftOut, count_left_out
-from engine.data.packing import FILLS, STREAM, places
+from engine.data.packing import PADDING, STREAM, packed_lengths
 from engine.data.tokens import Encoder, StreamDigest, TokenStream, raise_if_no_tokens, starts_of
 from engine.formats.tokenizer import Tokenizer
 
@@ -104,13 +104,13 @@ def pack(stream: TokenStream, seq_len: int, packing: str, padding_id: int) -> To
     """
     if packing == STREAM:
         return stream
-    placed = np.array(list(places(stream.lengths, seq_len, packing)), dtype=np.int64)
+    placed = np.array(list(packed_lengths(stream.lengths, seq_len, packing)), dtype=np.int64)
     numbers, lengths = placed.reshape(-1, 2).T
     starts = starts_of(lengths)
     tokens = np.full(starts[-1], padding_id, dtype=stream.tokens.dtype)
     labelled = np.zeros(starts[-1], dtype=np.bool_)
     for number, begin, length in zip(numbers, starts, lengths, strict=False):
-        if number == FILLS:
+        if number == PADDING:
             continue
         target = slice(begin, begin + length)
         source = slice(stream.starts[number], stream.starts[number + 1])
@@ -120,7 +120,7 @@ def pack(stream: TokenStream, seq_len: int, packing: str, padding_id: int) -> To
         tokens,
         starts,
         labelled=labelled,
-        padding=numbers == FILLS,
+        padding=numbers == PADDING,
         left_out=stream.left_out,
         partly_labelled=stream.partly_labelled,
         remarks=stream.remarks,
