@@ -152,7 +152,7 @@ class Checks:
                 answer = FUNCTIONS[about.id](context, *arguments)
         except NoHiddenStates as error:
             answer = unknown(str(error))
-        except Exception as error:  # noqa: BLE001 - a check that breaks must not end the run
+        except Exception as error:  # noqa: BLE001 - an exception in a check must not end the run
             answer = unknown(f"the check raised {type(error).__name__}: {error}")
         if answer is not None:
             yield _result(about, answer, time.perf_counter() - begun, step)

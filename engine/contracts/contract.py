@@ -2,19 +2,19 @@
 
     W-YAML      the file is YAML, with no key twice in a mapping
     W-FORM      every key is known, every value has the form of its key, and every required value is there
-    W-STEM      no two files with one name
-    W-REF       ids are unique, and every id that is named is there
+    W-STEM      no two files have the same name
+    W-REF       ids are unique, and every id that is referred to exists
     W-CLAIM     every active obligation has an active test or a proof
-    W-TOL       numeric obligations have a tolerance, and each says where it comes from
-    W-DEMOTE    a demoted claim names the finding that demoted it, and no other does
+    W-TOL       numeric obligations have a tolerance, and each tolerance states its origin
+    W-DEMOTE    a demoted claim names the finding that demoted it; other claims name none
     W-CTRL      every active test is turned red by a planted bug
-    W-TEST      every test and harness is there to be run
-    W-EDIT      the text that a planted bug replaces is there exactly once
-    W-BIND      bound code is there and names its contract, and the other way round
+    W-TEST      every test and harness exists
+    W-EDIT      the text that a planted bug replaces occurs exactly once
+    W-BIND      bound code exists and names its contract; code that names a contract is bound by it
 
-A bound function must name its contract in a comment, so that neither can be moved or deleted without the other. Source
-is read as text; nothing that a contract names is imported or run here. No level, count or verdict is written in a
-contract: receipts say them.
+A bound function must name its contract in a comment, so that neither can be moved or deleted unnoticed. Source
+is read as text; nothing that a contract names is imported or run here. A contract contains no level, count or verdict:
+they are in the receipts.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Falsifier(_Claim, frozen=True, kw_only=True):
     if_fails: _Text
     obligations: tuple[str, ...] = ()
     test: str = ""
-    """`python:<pytest node>`; may be missing where it is demoted."""
+    """`python:<pytest node>`; may be missing if the claim is demoted."""
     differs: str = ""
     """Reason why the condition is not the published one of this id."""
 
@@ -189,7 +189,7 @@ class Problem:
 
 @dataclass(slots=True)
 class Loaded:
-    """One file: its problems, and its contract if it has none."""
+    """One file: its problems, and its contract if there are no problems."""
 
     path: Path
     _contract: Contract | None = None
@@ -241,11 +241,11 @@ def load_file(path: Path) -> Loaded:
 
 
 _Found = Iterator[tuple[str, str, str]]
-"""Rule, place and words of each problem."""
+"""Rule, place and message of each problem."""
 
 
 def _id_problems(file: _File) -> _Found:
-    """Yield each id that occurs twice, and each that is named and is not there."""
+    """Yield each id that occurs twice, and each reference to an id that does not exist."""
     obligations, tests = file.proof_obligations, file.falsification_tests
     proofs, planted = file.proof_harnesses, file.qa_gate.planted
     # Receipts are stored by id.
@@ -274,7 +274,8 @@ def _missing(place: str, ids: Iterable[str], known: set[str]) -> _Found:
 
 
 def _claim_problems(file: _File) -> _Found:
-    """Yield what is claimed and not covered, compared without a tolerance, wrongly demoted, or never seen to fail."""
+    """Yield each claim without a test or proof, comparison without a tolerance, wrongly demoted claim, and test that
+    no planted bug turns red."""
     claims: list[tuple[str, _Claim]] = [("metadata", file.metadata)]
     claims += [(f"proof_obligations[{i}]", one) for i, one in enumerate(file.proof_obligations)]
     claims += [(f"falsification_tests[{i}]", one) for i, one in enumerate(file.falsification_tests)]
@@ -331,7 +332,7 @@ def checked_contracts(paths: Sequence[Path], root: Path) -> list[Loaded]:
 
 
 def _source_problems(contract: Contract, sources: Sources) -> _Found:
-    """Yield each test, harness, text to replace and bound function that a contract names and that is not there."""
+    """Yield each test, harness, text to replace and bound function that a contract names and that does not exist."""
     for i, test in enumerate(contract.file.falsification_tests):
         scheme, _, target = test.test.partition(":")
         path, name = split_node(target)
@@ -386,7 +387,7 @@ def _check_markers(loaded: Sequence[Loaded], sources: Sources, *, whole: bool) -
     contracts = {name: file.contract for name, file in by_name.items()}
     for marker in sources.markers:
         contract = contracts.get(marker.contract)
-        # Where no file has that name, the problem is attached to the first one.
+        # If no file has that name, the problem is attached to the first file.
         marked_file, words = by_name.get(marker.contract, loaded[0]), ""
         if contract is not None:
             bound = {sources.place_of(reference) for reference in contract.file.binds}

@@ -37,7 +37,7 @@ TESTS_LIMIT_S = 900.0
 _TAIL = 400
 """Maximum length of the last line of an output, in characters."""
 _NOT_INHERITED = ("APR_", "PYTEST_", "MANAGED_MEMORY", "PYTHONPATH")
-"""Prefixes of variables that a shell, or a test that runs this, may have set."""
+"""Prefixes of environment variables that a shell, or a test that runs contracts, may have set."""
 _TEMPORARY_NAMES = (
     r"(?:pytest-of-[\w.-]*(?:/pytest-\d*)?/?|apr-contract-\w*/?|tmp[a-z0-9_]{8}(?![\w.-])/?)?"
 )
@@ -136,7 +136,7 @@ def without_machine(text: str, root: Path) -> str:
 class Ran:
     argv: list[str]
     rc: int | None
-    """None when the process was stopped at its time limit."""
+    """None if the process was stopped at its time limit."""
     stdout: str = ""
     stderr: str = ""
     duration_s: float = 0.0

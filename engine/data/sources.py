@@ -198,7 +198,7 @@ def column_names(setting: str) -> tuple[str, ...]:
     if len(names) > 2 or not all(names) or len(set(names)) < len(names):
         raise unusable(
             "data.columns",
-            "one name, or two with a comma between them, as in question,answer",
+            "one name, or two comma-separated names, as in question,answer",
             ascii(setting)[:200],
         )
     return names

@@ -37,7 +37,7 @@ from engine.verdict import Level, Verdict
 LIMIT_S = 90.0
 """Seconds within which a run reaches BEGUN_STEPS, or its second session."""
 ENDING_S = 20.0
-"""Seconds within which a run whose incident was named ends by itself."""
+"""Seconds within which a run must end by itself after its incident was named."""
 BEGUN_STEPS = 3
 """Steps of a run before it is killed, or stopped to be resumed."""
 
@@ -48,13 +48,13 @@ class Drilled:
     verdict: Verdict
     named: Naming | None = None
     others: tuple[str, ...] = ()
-    """Other names that were given, in order of time."""
+    """Other names that the log gives, in order of time."""
     after_s: float | None = None
     """Seconds from the first effect to the name; None when it was named before any effect."""
     after_start_s: float | None = None
     """Seconds from the start of the trainer to the name."""
     steps: int = 0
-    """Steps done when it was named."""
+    """Number of steps done when the incident was named."""
     state: str = ""
     """State of the run at its end."""
     cost_s: float = 0.0
@@ -166,7 +166,7 @@ def _plain(text: str, folder: Path) -> str:
 
 
 def why_not(drill: Drill) -> str:
-    """Say why a drill cannot be carried out here; empty when it can."""
+    """Return the reason why a drill cannot be carried out here; empty if it can."""
     return next(filter(None, map(_missing, drill.needs)), "")
 
 

@@ -1,4 +1,5 @@
-"""Every drill: an incident, the short run in which it happens, and what must name it. No torch.
+"""All drills: for each the incident, the short run in which it happens, and the alerts or checks that must name it.
+Imports no torch.
 
 A drill starts a run with the public command. Wrong files are made before it (`engine.drills.inputs`); for what
 happens to a process, the supervisor starts the trainer through `engine.drills.planting`. Some need neither: a plan that
@@ -23,15 +24,15 @@ class Drill:
     id: str
     what: str
     happened: str
-    """Where the incident was met."""
+    """Where the incident was observed."""
     expected: tuple[Expected, ...]
     """Accepted names; one is enough."""
     planted: bool = False
-    """Whether the trainer runs with what `engine.drills.planting` has of this id."""
+    """Whether `engine.drills.planting` plants the fault of this id in the trainer."""
     altered: bool = False
     """Whether `engine.drills.inputs` alters files: after a store is filled, or a first session has stopped."""
     act: Act = "none"
-    """Act from outside: the trainer is killed, or a run that was stopped is resumed."""
+    """Action from outside the trainer: it is killed, or the run is stopped and resumed."""
     sets: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the run in addition to the common ones."""
     needs: tuple[Need, ...] = ()
@@ -40,7 +41,7 @@ class Drill:
     stored: bool = False
     """Whether the teacher's outputs are stored first, by `engine prepare`."""
     limit_s: float = 90.0
-    """Seconds within which it must be named."""
+    """Seconds within which the incident must be named."""
 
 
 _ENDLESS = {"train.steps": 100_000, "checkpoint.every": 0}

@@ -84,5 +84,5 @@ def _names(event: object, unix_s: float) -> Iterator[Naming]:
 
 
 def named_as(namings: Sequence[Naming], expected: Sequence[Expected]) -> Naming | None:
-    """Return the first name that is accepted."""
+    """Return the first name that the drill accepts."""
     return next((n for n in namings if any(e.is_met_by(n) for e in expected)), None)

@@ -45,7 +45,7 @@ LEAK_BYTES = 64 << 20
 WAIT_CYCLES = 1 << 38
 """Two minutes of an H200, so that the kernel ends by itself."""
 WAIT_S = 0.75
-"""Seconds of each step, of which the short run of a drill has some tenths of its own."""
+"""Seconds added to each step, which takes some tenths of a second in the short run of a drill."""
 
 
 def plant(id: str) -> AbstractContextManager[None]:
@@ -140,7 +140,7 @@ def cuda_wait() -> AbstractContextManager[None]:
 
 
 def memory_leak() -> AbstractContextManager[None]:
-    """Something of each step is kept: a graph, a list of tensors, an unbounded cache."""
+    """Keep memory of each step, as a retained graph, a list of tensors or an unbounded cache does."""
     kept: list[torch.Tensor] = []
     return _at_update(lambda _: kept.append(torch.ones(LEAK_BYTES // 4)))
 

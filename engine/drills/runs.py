@@ -91,8 +91,8 @@ def _run(command: list[str], environment: Mapping[str, str], expected: str) -> N
 def start(
     arguments: list[str], run: RunFolder, *, plant: str = "", group: Path | None = None
 ) -> None:
-    """Run `engine distill ARGUMENTS --detach`, with what the drill `plant` plants and inside the control group `group`.
-    Raises InternalError when the command refuses."""
+    """Run `engine distill ARGUMENTS --detach`, with the fault of the drill `plant` planted, inside the control group
+    `group`. Raises InternalError when the command refuses."""
     environment = {name: value for name, value in child.environment().items() if name != TRAINER}
     if plant:
         environment[TRAINER] = f"engine.drills.planting {plant} --"
@@ -106,14 +106,15 @@ def start(
 
 
 class Attended:
-    """A run that is followed."""
+    """A run whose log is followed."""
 
     def __init__(self, run: RunFolder) -> None:
         self.run, self.follower = run, Follower(run)
         self.died_unix_s: float | None = None
-        """When its trainer was first seen to be gone."""
+        """Time at which its trainer was first found to have ended."""
         self.ended_unix_s = math.inf
-        """When the drill killed what was left of it; later names are about that and not about the incident."""
+        """Time at which the drill killed the rest of the run; names given later concern the kill and not the
+        incident."""
 
     @property
     def view(self) -> RunView:
@@ -154,7 +155,7 @@ class Attended:
             self.died_unix_s = time.time()
 
     def kill(self) -> float:
-        """Send SIGKILL to the trainer and return the wall time of it."""
+        """Send SIGKILL to the trainer and return the wall-clock time of the signal."""
         pid = self.view.trainer_pid
         assert pid is not None, "a trainer was seen"
         at_unix_s = time.time()
@@ -162,7 +163,7 @@ class Attended:
         return at_unix_s
 
     def stop(self) -> None:
-        """Ask the trainer to stop, and wait until nothing of the run is left."""
+        """Ask the trainer to stop, and wait until all processes of the run have ended."""
         from engine.watch.start_and_stop import stop
 
         stop(self.run)
@@ -170,7 +171,7 @@ class Attended:
         self.wait(lambda _: False, END_DEADLINE_S)
 
     def end(self) -> None:
-        """Kill what is left of the run and read its last lines."""
+        """Kill the remaining processes of the run and read its last lines."""
         self.wait(lambda _: False, 0.0)
         pid = self.view.trainer_pid
         if pid is not None and self.view.exit is None and self.run.liveness().supervisor:
@@ -215,7 +216,7 @@ def _remove(group: Path) -> None:
 
 
 def why_no_memory_group() -> str:
-    """Say why no control group with a memory limit can be created here; empty when one can."""
+    """Return the reason why no control group with a memory limit can be created here; empty if one can."""
     try:
         with memory_group(1 << 30):
             return ""

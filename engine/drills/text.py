@@ -24,8 +24,8 @@ def _when(drilled: Drilled) -> str:
 
 
 def table(results: Sequence[Drilled]) -> list[str]:
-    """Return a line for each drill under a heading, aligned; then why some did not pass; last the counts of the
-    verdicts."""
+    """Return a line for each drill under a heading, aligned; then the reasons why drills did not pass; last the counts
+    of the verdicts."""
     why = [
         f"{result.verdict.level.name} {result.drill.id}: {clipped(result.verdict.reason, EVIDENCE_LETTERS)}"
         for result in results

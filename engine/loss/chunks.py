@@ -80,7 +80,7 @@ class TeacherHidden:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Everything that the chunk loop needs and autograd need not see."""
+    """Inputs of the chunk loop through which autograd does not differentiate."""
 
     labels_M: Tensor
     teacher: TeacherHidden | SparseTargets | None

@@ -116,7 +116,7 @@ def _log_sum_exp(x_CV: Tensor, softmax_CV: Tensor) -> Tensor:
 
 
 def _is_top(z_CV: Tensor, ids_C1: Tensor) -> Tensor:
-    """Return whether the student finds a row's token as probable as any, [C, 1]."""
+    """Return whether no token is more probable to the student than the row's token, [C, 1]."""
     return z_CV.gather(1, ids_C1) == z_CV.amax(dim=1, keepdim=True)
 
 
@@ -130,7 +130,7 @@ def _bucketed(
     q_CV.scatter_(1, ids_CK, 0)
     tail_q_C1 = q_CV.sum(dim=1, keepdim=True)
     kept_CK = torch.where(p_CK == 0, 0, p_CK * (log_p_CK - log_q_CK))
-    # A rest within the rounding error of a sum of K numbers is no tail.
+    # A remainder within the rounding error of a sum of K numbers does not count as tail.
     empty_C1 = tail_p_C1 <= p_CK.shape[1] * torch.finfo(p_CK.dtype).eps
     tail_C1 = torch.where(empty_C1, 0, tail_p_C1 * (tail_p_C1.log() - tail_q_C1.log()))
     q_CV.mul_(1 - torch.where(empty_C1, 0, tail_p_C1 / tail_q_C1))

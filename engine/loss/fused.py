@@ -124,7 +124,7 @@ class FusedSparseChunks(FusedForm):
             log_p_CK = log_probs_NK[chunk].float()
             p_CK = log_p_CK.exp()
             tail_C = 1 - p_CK.sum(1)
-            # A rest within the rounding error of a sum of K numbers is no tail.
+            # A remainder within the rounding error of a sum of K numbers does not count as tail.
             tail_C = torch.where(tail_C <= p_CK.shape[1] * torch.finfo(p_CK.dtype).eps, 0, tail_C)
             kept_4C[0] = z_CK.amax(1)
             below_CK = z_CK - kept_4C[0][:, None]

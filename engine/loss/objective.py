@@ -257,7 +257,7 @@ class _ChunkedLoss(torch.autograd.Function):
         loss, *metrics = _terms(job, totals, device)
         assert loss is not None
         terms = [loss / job.divisor, *metrics]
-        # copy: outputs that share memory would be the same tensor to autograd
+        # copied, because autograd would take outputs that share memory for the same tensor
         terms = [None if term is None else term.to(wide, copy=True) for term in terms]
         ctx.mark_non_differentiable(*(term for term in terms[1:] if term is not None))
         return tuple(terms)
@@ -272,7 +272,8 @@ class _ChunkedLoss(torch.autograd.Function):
             return _scaled(dh_MD, factor, hidden_dtype), _scaled(dw_VD, factor, head_dtype), None
         assert ctx.gradients is not None, "one backward pass"
         (dh_MD, dw_VD), ctx.gradients = ctx.gradients, None
-        # A broken promise must be visible: the gradients of the hidden states, or else of the head, become NaN.
+        # If the caller breaks the promise of `backward_from_loss`, it must be visible: the gradients of the hidden
+        # states, or else of the head, become NaN.
         one_or_nan = torch.where(upstream == 1, upstream, math.nan)
         if dh_MD is None and dw_VD is not None:
             dw_VD.mul_(one_or_nan)
@@ -308,7 +309,7 @@ def _run_chunks(
 
 
 def _form(job: Job, shape: tuple[int, int], like: Tensor) -> Chunks:
-    """Return the form of the chunks whose logits are at most of `shape`, (C, V)."""
+    """Return the form of the loss for chunks whose logits have at most `shape`, (C, V)."""
     if job.kernel == "eager":
         return EagerChunks(job, shape, like)
     # Imported here, so that everything else runs on a machine without Triton.

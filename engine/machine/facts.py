@@ -91,9 +91,9 @@ class DeviceFacts:
                 _line(f"{head} memory query", gpu.memory_status),
                 _line(f"{head} addressing mode", gpu.addressing_mode),
                 _line(f"{head} NUMA node", gpu.numa_node),
-                _line(f"{head} SM clock at most", gpu.sm_clock_max_mhz, "MHz"),
-                _line(f"{head} power limit set", gpu.power_set_limit_w, "W"),
-                _line(f"{head} power limit by default", gpu.power_default_limit_w, "W"),
+                _line(f"{head} maximum SM clock", gpu.sm_clock_max_mhz, "MHz"),
+                _line(f"{head} requested power limit", gpu.power_set_limit_w, "W"),
+                _line(f"{head} default power limit", gpu.power_default_limit_w, "W"),
             ]
         out.append(_line("GPUs of CUDA", self.cuda.count))
         for device in self.cuda.devices:

@@ -56,7 +56,7 @@ class Inputs:
     tokenizers: Mapping[str, Tokenizer | None]
     """All tokenizers by their owner; None for a model that brings none."""
     notes: tuple[str, ...]
-    """Things that could not be checked, or are unusual but not refused; one line each."""
+    """Warnings about inputs that could not be checked, or that are unusual but accepted; one line each."""
     student_blocks: PackedSize | None = None
     """Sizes of a student whose adapters are trained and whose matrices stay in quantised blocks; else None."""
     is_one_file: bool = False
@@ -77,7 +77,7 @@ class Inputs:
         root: Path | None = None,
     ) -> Tokens:
         """Return the corpus as the rows to train on, from the token cache if they are in it. `root` is the folder of
-        the cache, by default the user's; `corpus` is that of `data`, if it is already open."""
+        the cache, by default the user's; `corpus` is the corpus of `data`, if it is already open."""
         recipe = Recipe(
             source=data.corpus,
             include_tests=data.include_tests,
@@ -92,7 +92,7 @@ class Inputs:
         return load_tokens(recipe, progress, corpus=corpus, root=root)
 
     def encoder(self, data: DataSection) -> Encoder:
-        """Return what tokenizes the documents of the corpus."""
+        """Return the encoder that tokenizes the documents of the corpus."""
         return Encoder(tokenizer=self.tokenizer, template=self.template, turns=_turns(data))
 
 
@@ -123,7 +123,7 @@ def _model(path: str, how: ModelSection) -> tuple[ModelConfig, PackedSize]:
 
 
 def _file_warnings(spec: RunSpec) -> Iterator[str]:
-    """Yield the warnings about the files of the models: what is unusual and not refused."""
+    """Yield warnings about files of the models that are unusual but accepted."""
     for whose, path in (("teacher", spec.teacher.path), ("student", spec.student.path)):
         if path:
             with open_weights(Path(path)) as weights:

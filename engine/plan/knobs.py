@@ -69,9 +69,10 @@ class Knob:
     key: str
     """Section and name of the setting in a spec."""
     choose: Callable[..., Decision]
-    """Called with the value that the user set (`auto` or 0 for an automatic choice) and the facts."""
+    """Function that chooses, called with the value that the user set (`auto` or 0 for an automatic choice) and the
+    facts."""
     known_as: tuple[tuple[str, str], ...] = ()
-    """Pairs of a chooser's fact and its name in the run, or the setting that it is."""
+    """Pairs of a chooser's fact and the attribute of the run, or the setting, that provides it."""
 
     @property
     def facts(self) -> set[str]:
@@ -100,7 +101,7 @@ class Knob:
 
 
 def choose_engine(wanted: str, *, student: ModelConfig, teacher: ModelConfig | None) -> Decision:
-    """Report whether our decoder or transformers runs teacher and student, by their configurations."""
+    """Choose whether our decoder or transformers runs teacher and student, by their configurations."""
     models = {"teacher": teacher, "student": student}
     by_transformers = {
         whose: config for whose, config in models.items() if isinstance(config, TransformersConfig)
@@ -149,7 +150,7 @@ def choose_graphs(
 ) -> Decision:
     """Decide whether the student's layers run as CUDA graphs (`engine.train.cuda_graphs`).
 
-    `needed_bytes` is what the run needs with graphs, `given_bytes` what it needs without. Raises BadInput
+    `needed_bytes` is the memory that the run needs with graphs, `given_bytes` without graphs. Raises BadInput
     for `on` when they cannot be captured.
     """
     knob = "student.graphs"
@@ -194,7 +195,7 @@ def choose_graphs(
 
 
 def give_up_graphs(step: int, why: str) -> Decision:
-    """Return the decision to launch layers eagerly from `step` on, because they could not be captured."""
+    """Return the decision to launch layers eagerly from `step` on, because capturing them failed."""
     return Decision(
         knob="student.graphs",
         choice="off",
@@ -238,10 +239,10 @@ def choose_attention(
         wanted,
         "masked" if why_not else "packed",
         why_not
-        or "each document attends by itself: no mask, and no work that is hidden afterwards",
+        or "each document attends by itself: no mask, and no scores that a mask would discard",
         against={
-            "masked": "reads a mask in each layer and computes what it hides",
-            "packed": why_not or "the same but for rounding, and faster",
+            "masked": "reads a mask in each layer and computes the scores that it discards",
+            "packed": why_not or "equal up to rounding, and faster",
         },
         refused=refused,
     )
@@ -333,7 +334,7 @@ def give_up_cudnn(whose: str, why: str) -> Decision:
 def _lacking_for_kernels(
     device: str, capability: Capability, has_triton: bool
 ) -> tuple[str, str] | None:
-    """Return what our kernels need and what is present instead; None when they can run."""
+    """Return what our kernels require and what this machine has instead; None if they can run."""
     if device != "cuda" or capability is None:
         return "a GPU", "a CPU"
     if capability < KERNEL_CAPABILITY:
@@ -439,8 +440,8 @@ def choose_teacher_shard(
     """
     knob = "teacher.shard"
     if stored is not None:
-        why = "its outputs are stored: a rank that misses a row asks the teacher alone"
-        hint = "without teacher.cache every rank asks the teacher in every step"
+        why = "its outputs are stored: a rank that misses a row runs the teacher alone"
+        hint = "without teacher.cache every rank runs the teacher in every step"
         refused = {"on": ("a teacher that computes", "one whose outputs are stored", hint)}
         return decide(
             knob, wanted, "off", why, against={"on": why}, refused=refused, explained=True
@@ -465,7 +466,8 @@ def choose_reshard(
 ) -> Decision:
     """Decide whether layers free their gathered weights between forward and backward.
 
-    `kept_bytes` and `given_bytes` are what the run needs if they keep them, and if they do not.
+    `kept_bytes` is the memory that the run needs if layers keep their gathered weights, `given_bytes` if they free
+    them.
     """
     kept = f"kept, the run needs {format_need(kept_bytes, available_bytes)}"
     twice = f"gathers every layer twice a step, to need {format_bytes(given_bytes)}"
@@ -499,7 +501,7 @@ def choose_sharded(wanted: str, *, whole_bytes: int) -> Decision:
 def _fits_only_smaller(
     plain_bytes: int, less_bytes: int, available_bytes: int | None
 ) -> tuple[bool, bool]:
-    """Return whether a run fits only with the smaller need, and whether it fits with neither."""
+    """Return two answers: whether a run fits only with `less_bytes`, and whether it fits with neither number."""
     if available_bytes is None or plain_bytes <= available_bytes:
         return False, False
     return less_bytes <= available_bytes, less_bytes > available_bytes

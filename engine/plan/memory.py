@@ -130,7 +130,7 @@ class BudgetItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """A change of settings, and what the run would need with it."""
+    """A change of settings, and the memory that the run would need with it."""
 
     settings: tuple[str, ...]
     """As on the command line: `train.rows=2`."""
@@ -162,7 +162,7 @@ class MemoryBudget:
 
     @property
     def peak_phase(self) -> str:
-        """The phase that needs the most; the earliest among equals."""
+        """The phase that needs the most memory; the earliest if several need the same."""
         return max(MEMORY_PHASES, key=self.bytes_in)
 
     @property
@@ -202,7 +202,7 @@ class MemoryBudget:
         """Raise BadInput, with the table and the savings, when the run needs more than is available."""
         if self.fits is not False:
             return
-        lines = [*self.lines(), "", "  what would need less:"]
+        lines = [*self.lines(), "", "  changes that need less memory:"]
         lines += [f"    {saving.text}" for saving in self.savings] or ["    a smaller model"]
         raise BadInput(
             f"memory: {self.device} — expected a run that fits in "
@@ -222,7 +222,7 @@ def _hint(savings: tuple[Saving, ...]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Everything that the memory need depends on: settings (`auto` counts as off), shapes and the device."""
+    """Inputs of the memory prediction: settings (`auto` counts as off), shapes and the device."""
 
     spec: RunSpec
     teacher: ModelConfig | None
@@ -416,7 +416,7 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        """The need of the phase that needs the most."""
+        """Bytes that the phase with the largest need needs."""
         return self._budget().total_bytes
 
     def _budget(self) -> MemoryBudget:
@@ -425,7 +425,7 @@ class MemoryPlan:
         )
 
     def budget(self) -> MemoryBudget:
-        """Return what the run will need and, if it does not fit, which settings would need less."""
+        """Return the memory that the run will need and, if it does not fit, the changes of settings that need less."""
         budget = self._budget()
         if budget.fits is not False or self.available.number is None:
             return budget
@@ -806,7 +806,7 @@ def _audit_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         # The input of every layer, for its gradients.
         hidden += 4 * tokens * student.hidden_size * (student.num_hidden_layers + 1)
     logits = logits_bytes(plan.tokens, student.vocab_size)
-    # A frozen head has no gradient, and is already as the matmul reads it.
+    # A frozen head has no gradient, and is already in the form that the matmul reads.
     head = 0 if plan.adapted else 6 * student.vocab_size * student.hidden_size
     yield BudgetItem(
         "audit of a step",
@@ -846,7 +846,7 @@ def _transformers_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
 
 
 def _workspace(plan: MemoryPlan, forward: Forward) -> int:
-    """Return the larger of two moments: the forward pass, while the previous batch's tensors exist, and
+    """Return the larger need of two moments: the forward pass, while the previous batch's tensors exist, and
     the logits.
     """
     config = forward.config

@@ -77,7 +77,7 @@ class Ranks:
         return values[0]
 
     def collect(self, value: T) -> list[T]:
-        """Return every rank's `value` in rank order, on each rank. The same conditions as for `tell`."""
+        """Return every rank's `value` in rank order, on each rank. The same conditions hold as for `tell`."""
         if not self.many:
             return [value]
         values: list[Any] = [None] * self.world

@@ -1,5 +1,6 @@
 """Build a RunSpec from TOML and `--set` arguments, and write one as TOML. All problems of a spec are reported
-together, each with the place where its key was set."""
+together, each with the place where its key was set.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ class Gone(NamedTuple):
     """A setting of earlier versions."""
 
     same: tuple[str | float, ...]
-    """Values that name what every run does now. They are accepted and have no effect."""
+    """Values of removed settings that match what every run does now. They are accepted and have no effect."""
     why: str
 
     def refusal(self, value: Any) -> str:
@@ -326,7 +327,7 @@ def build_spec(
 
 def _from_hub(key: str, named: str, path: str) -> tuple[str, str | None]:
     """Return the path of a model in the hub's cache where a setting has its name, or why it cannot be read; any other
-    path as it is."""
+    path is returned unchanged."""
     model = hub_cache.hub_name(named)
     if model is None:
         return path, None
@@ -339,8 +340,8 @@ def _from_hub(key: str, named: str, path: str) -> tuple[str, str | None]:
 
 
 def models_of_hub(spec: RunSpec) -> dict[str, hub_cache.Snapshot]:
-    """Return the snapshots of the hub's cache that a spec reads, by setting. Raises BadInput where one is gone, or not
-    whole."""
+    """Return the snapshots of the hub's cache that a spec reads, by setting. Raises BadInput if one is missing or
+    incomplete."""
     snapshots: dict[str, hub_cache.Snapshot] = {}
     for key, part in _FROM_HUB.items():
         if (snapshot := hub_cache.snapshot_of(str(spec.value(key)))) is not None:
@@ -358,7 +359,7 @@ def _as_section(key: str, value: Any) -> str:
 
 
 def _resolved(base: Path, text: str) -> tuple[str, str | None]:
-    """Resolve a path, or say why it cannot be resolved: an unknown home folder, a loop of links."""
+    """Resolve a path, or report why it cannot be resolved: an unknown home folder, a loop of links."""
     try:
         resolved = str((base / Path(text).expanduser()).resolve())
     except (OSError, RuntimeError, ValueError) as error:

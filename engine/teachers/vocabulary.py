@@ -30,14 +30,14 @@ SHOWN_TOKENS = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """A text that the two encode in different tokens."""
+    """A text that two tokenizers encode as different tokens."""
 
     text: str
     here: tuple[str, ...]
     there: tuple[str, ...]
 
     def describe(self, whose: str, other: str) -> str:
-        """Show the text and the tokens that each of the two makes of it."""
+        """Show the text and the tokens of each tokenizer."""
         return (
             f"{self.text!r} is {_listed(self.here)} in {whose} and {_listed(self.there)} in {other}"
         )
@@ -53,19 +53,19 @@ class Comparison:
     """The result of comparing two tokenizers id by id, below a limit."""
 
     differing: tuple[tuple[int, str, str], ...]
-    """Ids that map to different tokens in the two: (id, token here, token there)."""
+    """Ids that map to different tokens in the two tokenizers: (id, token here, token there)."""
     one_sided: int
-    """Number of ids that only one of them defines."""
+    """Number of ids that only one tokenizer defines."""
     shared: int
-    """Number of ids that map to the same token in both."""
+    """Number of ids that map to the same token in both tokenizers."""
     texts: int = 0
     """Number of texts that both encoded; 0 where ids differ, or nothing in the files can make texts differ."""
     split: tuple[Split, ...] = ()
-    """Texts of which the two make different tokens, all of them tokens of both."""
+    """Texts that the two encode as different tokens although both tokenizers have all of these tokens."""
 
 
 def compare(here: Tokenizer, there: Tokenizer, ids: int) -> Comparison:
-    """Compare the tokens with ids below `ids` of both, and the tokens that both make of texts."""
+    """Compare the tokens with ids below `ids` of both, and the tokens as which both encode texts."""
     tokens_here, tokens_there = here.tokens(), there.tokens()
     differing = []
     shared = set()

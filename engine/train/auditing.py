@@ -76,7 +76,7 @@ class _AuditedStep:
     before: dict[str, UpdatedParameter]
     passes: list[ObservedPass] = field(default_factory=list)
     teacher_head: reference.HeadRows | None = None
-    """The teacher's head as the loss receives it."""
+    """The teacher's head in the form that the loss receives."""
     judge: StepJudge | None = None
     """Judge of the step, on the first rank, once the step has its gradients."""
     error: str = ""
@@ -201,7 +201,7 @@ class StepAudit(StepObserver):
                     audited.judge = StepJudge(
                         self._observed(audited, passes, weights, gradients, norm)
                     )
-            except Exception as error:  # noqa: BLE001 - an audit that breaks must not end the run
+            except Exception as error:  # noqa: BLE001 - an exception in the audit must not end the run
                 audited.error = f"the audit raised {type(error).__name__}: {error}"
         audited.passes = []
 
@@ -253,7 +253,7 @@ class StepAudit(StepObserver):
             weights = {**dict(student.named_buffers()), **weights}
         student_head, head_name = reference.LOGITS, _head_name(student)
         if head_name:
-            # In the dtype of the matmul to logits; read for every chunk of the loss.
+            # Has the dtype of the matmul to logits; read for every chunk of the loss.
             head = weights[head_name].to(trainer.device, narrow)
 
             def student_head(first: int, count: int) -> Tensor:

@@ -6,7 +6,7 @@ The log identifies models by the hashes of their tensors in memory. The teacher 
 student that is the same model is refused by comparing the two. The teacher's kernels are compiled here, so
 that no step waits for a compilation (`engine.train.compiles`).
 
-A teacher may be read from stored outputs. What a run otherwise learns from the loaded teacher then comes
+A teacher may be read from stored outputs. Facts that otherwise come from the loaded teacher then come
 from the store's manifest: the hash of its weights, vouched for by the files they came from; the
 probability mass that truncating the vocabulary drops; and its held-out loss when no hidden states are
 stored.
@@ -298,7 +298,7 @@ class Builder:
     def _stored_teacher(self, stored: Stored) -> CachedTeacher:
         """Return the teacher read from its store, truncated to the student's vocabulary.
 
-        It is logged like a loaded teacher. At the first miss the teacher itself is built, if
+        The log describes it like a loaded teacher. At the first miss the teacher itself is built, if
         teacher.cache_miss is online. Raises WeightsError and, at a miss, CacheError.
         """
         spec, device, log = self.spec.teacher, self.device, self.log

@@ -71,7 +71,7 @@ class Graphs:
         dtype: torch.dtype,
         given_up: Callable[[str], None] = lambda why: None,
     ) -> None:
-        """`given_up` is called with the reason when no graph will be used any more."""
+        """`given_up` is called with the reason when graphs are disabled for the rest of the session."""
         self.given_up = given_up
         self.shape = (rows, length)
         self.captures = 0
@@ -127,7 +127,7 @@ class Graphs:
                 return None
             self.captures += 1
             self.pool_bytes = self._captured.pool_bytes()
-            # It counts what the capture allocated in the pool.
+            # The difference is the memory that the capture allocated in the pool.
             torch.cuda.reset_peak_memory_stats(embedded_BTD.device)
         self._captured.copy_inputs(attention_inputs)
         if not embedded_BTD.requires_grad:
@@ -213,7 +213,7 @@ def _capture(graph: Any, pool: Any, launch: Callable[[], _Result]) -> _Result:
 
 
 def _brief(error: Exception) -> str:
-    """Return the first line: CUDA's messages go on with advice."""
+    """Return the first line of a message: the further lines of CUDA's messages are general advice."""
     return str(error).partition("\n")[0] or type(error).__name__
 
 

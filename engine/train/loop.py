@@ -139,7 +139,7 @@ class TrainingLoop:
         self._reading: Background[list[Result]] | None = None
         """Check of the newest checkpoint, read back from disk."""
         self.after_first_step: Callable[[], None] | None = None
-        """Work of the start that is deferred until after the session's first step."""
+        """Work of the start of the session that is deferred until after its first step."""
 
     def check(self, trainer: Trainer) -> None:
         """Run the first-minute checks: all of them, before a failure stops the run."""
@@ -148,7 +148,8 @@ class TrainingLoop:
         self._act_on(self.checks.before_training(self._context(trainer)), self.keeper.ranks)
 
     def check_with(self, trainer: Trainer) -> None:
-        """Make the checks after each step use `trainer`: once the student is sharded, another one of the same run."""
+        """Make the checks after each step use `trainer`, which replaces the first trainer once the student is
+        sharded."""
         self.checks.use(self._context(trainer))
 
     def evaluate(
@@ -187,7 +188,8 @@ class TrainingLoop:
             stop_for_weights(self.log, self.step, "heldout_loss", loss)
 
     def _progress(self, subject: str) -> Callable[[int], None]:
-        """Log that `subject` is evaluated; return a function that takes each batch number and logs some."""
+        """Log that `subject` is evaluated; return a function that is called with each batch number and logs progress
+        at intervals."""
         self.log(Phase(name="evaluating", detail=subject))
         reported_s = time.perf_counter()
 
@@ -218,11 +220,12 @@ class TrainingLoop:
         self._act_on(self.checks.at_end(saved, self.step, student))
 
     def train(self, trainer: Trainer) -> RunFinished | None:
-        """Train all remaining steps. Return None when all are done, otherwise how the session ended before that."""
+        """Train all remaining steps. Return None if all steps are done, otherwise how the session ended
+        earlier."""
         session, host = self._begin(trainer), trainer.host
         launched: LaunchedStep | None = None
         rank_stops = False
-        """Whether an earlier step's numbers say that some rank was asked to stop."""
+        """Whether the numbers of an earlier step report that a rank was asked to stop."""
         host.take()
         while launched is not None or trainer.step < self.spec.train.steps:
             # Fetch, forward, loss, backward, update.
@@ -315,13 +318,13 @@ class TrainingLoop:
         self.compiles.log_new(self.log)
 
     def _written_event(self, launched: LaunchedStep, rollout: Rollout | None) -> Wrote | None:
-        """Return the event about the rows that a model wrote for a finished step; None where it wrote nothing."""
+        """Return the event about the rows generated for a finished step; None if there are none."""
         if rollout is None or not launched.written:
             return None
         return to_events.wrote(launched, self.spec, rollout.turns, self.inputs.tokenizer.decode)
 
     def _check_step(self, step: StepDone, session: _Session) -> None:
-        """Raise TrainingFailed where a check or a number of the step ends the run."""
+        """Raise TrainingFailed if a check or a number of the step ends the run."""
         if self._reading is not None and self._reading.done:
             self.end_reading(session.trainer)
         self._act_on(session.audit.after(step))
@@ -433,7 +436,7 @@ class TrainingLoop:
 
     def _stop_as_asked(self, trainer: Trainer) -> RunFinished:
         self.stop.answered()
-        reason = self.stop.reason or "asked of another rank"
+        reason = self.stop.reason or "another rank was asked to stop"
         self.log(StopRequested(reason=reason, step=self.step))
         self._save(trainer)
         self.end_reading(trainer)

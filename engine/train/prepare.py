@@ -81,7 +81,7 @@ class Wanted:
     out: Path
     form: str = HIDDEN
     count: int = 0
-    """K of top_k, m of sampled."""
+    """Number of stored tokens per position: K of top_k, m of sampled."""
     rows: int | None = None
     """Number of training rows, from the first of the run; None for all that the run will train on."""
     shard_bytes: int = SHARD_BYTES

@@ -191,7 +191,7 @@ class _Job:
             self._write(Note(level="warning", text=text))
 
     def failed(self, reason: str, exit_code: int) -> RunFinished:
-        # A resume that fails before it has restored anything leaves the run at its last step.
+        # If a resume fails before it has restored anything, the run stays at its last step.
         before = 0 if self.before is None else self.before.last_step
         step = before if self.loop is None else self.loop.step
         return RunFinished(state="failed", reason=reason, exit_code=exit_code, step=step)
@@ -327,7 +327,7 @@ class _Job:
         # The first rank decides what is damaged and sets it aside before the others read anything.
         if not self.ranks.first:
             self.ranks.wait_for_all()
-        # If restoring fails, the log still says which step the run is at.
+        # If restoring fails, the log still reports the step that the run is at.
         loop.step = self.before.last_step
         loop.heldout_losses |= self.keeper.restore(
             trainer, self.before, allow_fallback, allow_restart

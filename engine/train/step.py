@@ -1,4 +1,4 @@
-"""The parts of one optimizer step: a micro-batch on the device, the step's numbers, where its time went, and
+"""The parts of one optimizer step: a micro-batch on the device, the step's numbers, its time by phase, and
 the points at which an observer sees it.
 
     MicroBatch -> LossTerms of each -> StepNumbers of the step -> LaunchedStep -> StepDone, the record that is logged
@@ -50,7 +50,7 @@ class MicroBatch(NamedTuple):
     tokens_BT: Tensor
     documents_BT: Tensor
     written: Written | None = None
-    """The text in it that a model wrote; None for rows of the corpus."""
+    """The generated text in the batch; None for rows of the corpus."""
 
 
 class TeacherOutput(NamedTuple):
@@ -103,10 +103,11 @@ class StepNumbers(NamedTuple, Generic[_T]):
     """The numbers of one step: 0-d fp32 tensors on the device, later floats on the host."""
 
     loss: _T
-    """Part of the step's mean, as are the next three: over micro-batches and ranks they add up."""
+    """Part of the step's mean; the sum over micro-batches and ranks is the mean. The same holds for the next three
+    fields."""
     ce: _T
     kd: _T
-    """0 without a teacher; `agreement` is also 0 where it is not known."""
+    """0 without a teacher; `agreement` is also 0 if it is unknown."""
     agreement: _T
     asked_to_stop: _T
     """Number of ranks that were asked to stop."""
@@ -201,7 +202,7 @@ class PhaseTimer:
             self._marks[-1][1].synchronize()
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each phase, and `idle` where it is known. Call `wait` first."""
+        """Return the seconds of each phase, and `idle` if it is known. Call `wait` first."""
         seconds: dict[str, float] = {}
         for (phase, begun), (_, ended) in zip(self._marks, self._marks[1:], strict=False):
             if phase:

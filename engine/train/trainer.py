@@ -106,7 +106,7 @@ class Trainer:
         self.timer: PhaseTimer | None = None
         """Timer of the step launched last."""
         self.rollout = rollout
-        # What a model writes needs the weights of its own step.
+        # Generated rows need the weights of the step that trains on them.
         self._fetches_ahead = rollout is None
         self._ahead: MicroBatch | None = None
         self._waited_s = 0.0
@@ -261,7 +261,7 @@ class Trainer:
         return Fetched(self.batches.take(position, self.train.rows), position)
 
     def _write(self, rollout: Rollout, fetched: list[Fetched], step: int) -> list[Fetched]:
-        """Return the micro-batches of a step with the rows of some of them written by a model."""
+        """Return the micro-batches of a step some of them with generated rows."""
         first, share = (step - 1) * self.train.accumulation, rollout.section.share
         indices = [index for index in range(len(fetched)) if is_written(share, first + index)]
         if not indices:
@@ -304,7 +304,7 @@ class Trainer:
         """Return the objective of a micro-batch."""
         if micro.written is None or self.rollout is None:
             return self.loss
-        # Text that a model wrote is no label for cross entropy.
+        # Generated text is no label for cross entropy.
         return dataclasses.replace(self.loss, alpha=0.0, divergence=self.rollout.section.divergence)
 
     def _teach(self, micro: MicroBatch) -> TeacherOutput:

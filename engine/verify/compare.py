@@ -55,7 +55,8 @@ class Field(NamedTuple):
     """Whether the field is compared only in the first step with the same weights, where rounding is allowed. AdamW
     moves a weight by the sign of its gradient, however small, so rounding decides the later steps."""
     exact: bool = False
-    """Whether the field is compared only where every bit must be equal: few numbers, which rounding may decide."""
+    """Whether the field is compared only where every bit must be equal, because rounding may change it by a large
+    amount."""
 
 
 FIELDS = (
@@ -98,7 +99,7 @@ class FirstDifference:
 
     def __str__(self) -> str:
         recorded, replayed = (
-            # Nine digits tell numbers in fp32 apart.
+            # Nine digits distinguish all fp32 numbers.
             ", ".join(f"{number:.9g}" for number in value) if isinstance(value, list) else value
             for value in (self.recorded, self.replayed)
         )
@@ -116,7 +117,7 @@ class Compared:
     lacking: Counter[str]
     """Number of steps in which the record lacks a field, by field."""
     ended: str = ""
-    """Reason why the replay has no more steps; empty where it has all."""
+    """Reason why the replay has no more steps; empty if it has all of them."""
 
 
 def compare_steps(record: Stretch, replay: Session, *, rounded: bool) -> Compared:
@@ -243,7 +244,8 @@ def _rows(run: RunFolder, rank: int, record: Stretch) -> Iterator[tuple[int, lis
 
 
 def compare_losses(record: Sequence[Evaluated], replay: Session, steps: int) -> Verdict | None:
-    """Compare the held-out losses that both have, `steps` steps after both had the same weights; 0 for equal bits."""
+    """Compare the held-out losses that both runs logged, `steps` steps after both had the same weights; with 0 steps
+    every bit must be equal."""
     recorded_losses = {(event.subject, event.step, event.saved): event for event in record}
     compared = []
     for replayed in replay.evaluated:
@@ -283,7 +285,8 @@ def same(names: Sequence[str], recorded: object, replayed: object) -> Verdict:
 
 
 def why_rounded(run: RunFolder, record: Stretch, replay: RunFolder, fresh: Session) -> list[str]:
-    """Return the reasons why a replay's numbers may differ from the record by rounding; empty where they may not."""
+    """Return the reasons why a replay's numbers may differ from the record by rounding; empty if every bit must be
+    equal."""
     replayed = fresh.started
     assert replayed is not None
     why: dict[str, None] = {}

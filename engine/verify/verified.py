@@ -126,7 +126,7 @@ def verify(
 
 
 def _read_stretches(run: RunFolder, sessions: Sequence[Session], result: Verified) -> list[Stretch]:
-    """Return the stretches of a run. Where there are none, add a line with the reason and return an empty list."""
+    """Return the stretches of a run. If there are none, add a line with the reason and return an empty list."""
     if not sessions or sessions[0].started is None:
         result.lines["steps"] = Verdict(Level.UNKNOWN, "the log has no step to compare")
         return []
@@ -255,11 +255,11 @@ class _Verifier:
     def _run_replay(
         self, piece: Stretch, *, saves: bool = False, audited: int = 0
     ) -> tuple[RunFolder, Session, list[str]] | None:
-        """Replay a stretch and return its run folder, its session and the reasons for rounding. Where that is not
-        possible, add a line with the reason and return None.
+        """Replay a stretch and return its run folder, its session and the reasons for rounding. If it cannot be
+        replayed, add a line with the reason and return None.
 
-        Where numbers are rounded in another way a model soon writes another text, and trains on it. Any device but a
-        CPU rounds in another way; elsewhere only the replay shows whether it did.
+        Where rounding differs, a model soon generates different text and trains on it. Only a CPU can round as the run
+        did, and only the replay shows whether it does.
         """
         writes = piece.settings.get("rollout", {}).get("share", 0) > 0
         devices = {session.started.device for session in piece.sessions if session.started}
@@ -281,8 +281,8 @@ class _Verifier:
     def _train_replay(
         self, piece: Stretch, *, saves: bool = False, audited: int = 0
     ) -> RunFolder | None:
-        """Replay a stretch and return its run folder. Where that is not possible, add a line with the reason and
-        return None."""
+        """Replay a stretch and return its run folder. If it cannot be replayed, add a line with the reason and return
+        None."""
         checkpoint = None
         if piece.begin and (checkpoint := self._saved.get(piece.begin)) is None:
             text = f"settings were changed at step {piece.begin}, whose checkpoint no longer exists"
@@ -300,7 +300,7 @@ class _Verifier:
             return None
 
     def _first_session(self, piece: Stretch, replay_run: RunFolder) -> Session | None:
-        """Return the session of a replay. Where it ran no step, add a line with the reason and return None."""
+        """Return the session of a replay. If it ran no step, add a line with the reason and return None."""
         sessions = read_sessions(replay_run)
         if sessions and sessions[0].started is not None:
             return sessions[0]

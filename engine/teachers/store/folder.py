@@ -177,7 +177,7 @@ def shard_numbers(folder: Path) -> list[int]:
 
 
 def row_digest(key: bytes, parts: Sequence[Any]) -> bytes:
-    """Return the digest that a row is verified by; `parts` are the buffers of its fields."""
+    """Return the digest with which a row is verified; `parts` are the buffers of its fields."""
     digest = hashlib.sha256(key)
     for part in parts:
         digest.update(part)
@@ -275,7 +275,9 @@ def only_writer(folder: Path) -> Iterator[None]:
                 "one that is alive",
                 hint="`engine prepare` is already filling this store; wait for it",
             ) from None
-        for partial in folder.glob(f"*{_PARTIAL}"):  # we hold the lock, so its writer is dead
+        for partial in folder.glob(
+            f"*{_PARTIAL}"
+        ):  # this process holds the lock, so the writer of the file has ended
             partial.unlink()
         yield
     finally:

@@ -13,12 +13,12 @@ cost shows in the step time.
 Rows are identified by their content (`keys.py`), which is on the host before it is on the device.
 `note` records that two device tensors hold a given host batch, and starts reading its rows; a later
 call with the same tensor objects, unmodified, gets these rows. Tensors that were not noted are copied back from
-the device, which synchronises: that is correct but slow, and meant only for checks and evaluations.
+the device, which synchronises: this is correct but slow, and only checks and evaluations do it.
 
 On a GPU rows are copied on a separate stream: they are requested while the previous step still
 computes, and are on the device when they are needed.
 
-This is the outermost wrapper.
+Wrappers of a teacher, such as the one that truncates its vocabulary, are inside this one.
 
 Several threads read rows into host memory ahead of use. At 100k tokens per second, hidden states of
 7 KB per token are 0.7 GB/s to read, verify and copy. So the rows of a batch are read as soon as the
