@@ -1,9 +1,10 @@
-"""The fraction of programming problems that a model solves: HumanEval, and MBPP in its format.
+"""Measure the fraction of programming problems that a model solves, for HumanEval and MBPP.
 
-    self-test    every empty solution fails; a problem whose reference solution does not pass here is left out of the
+    self-test    every empty solution must fail; a problem whose reference solution does not pass here is left out of
+    the
                  count, and named in the report
     generation   the model completes each prompt: greedily, or several times with a temperature
-    trial        each program runs in a sandbox of its own, while the next ones are generated
+    trial        each program runs in a separate sandbox while the next programs are generated
 
 A program counts as right only when its trial returns `pass`. Failures of the harness are not counted against
 the model: non-finite logits, a failed self-test, a sandbox that does not start, or no problem at all raise
@@ -133,7 +134,7 @@ def evaluate(
     rows: int | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> None:
-    """Generate, try and record every program that `results` does not have yet.
+    """Generate, run and record every program that is not in `results` yet.
 
     Raises `NoAnswer` when the model's logits are not finite, and `BadInput`.
     """

@@ -1,4 +1,4 @@
-"""The model under evaluation: a frozen decoder, with its tokenizer and its origin."""
+"""Open the model under evaluation: a frozen decoder, its tokenizer and its origin."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from engine.models.read_config import config_of
 from engine.runtime.device import choose_device, choose_precision, torch_dtype
 
 STUDENT = "student"
-"""The folder of the model in a run's folder."""
+"""Name of the student's folder in a run folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +76,8 @@ def open_model(
 
 
 def model_path(path: str | Path) -> Path:
-    """Return the path of the model itself when `path` is the folder of a run. Raises WeightsError for a run
-    without one."""
+    """Return the path of the student if `path` is a run folder, else `path`. Raises WeightsError for a run
+    without a student."""
     path = Path(path)
     if not (path / "events.jsonl").exists():
         return path

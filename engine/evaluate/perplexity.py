@@ -10,12 +10,12 @@ in its row. Every document is read, whatever its name: the user says that this t
     top-1    the fraction of tokens for which both models have the same most probable token
 
 The interval is a percentile bootstrap over documents (`engine.evaluate.statistics`), because the tokens of
-one document are not independent. Two models with one tokenizer are evaluated on the same tokens; the interval
-of their difference resamples the same documents for both. Logits are accumulated in fp32.
+one document are not independent. Two models with the same tokenizer are evaluated on the same tokens; for the interval
+of their difference the same documents are resampled for both. Logits are accumulated in fp32.
 
 A non-finite loss raises `NoAnswer`. So do logits that are equal over the whole vocabulary at every position
-of a document: weights that overflow in a norm give zeros after it, and the resulting loss, ln V, is finite
-but is no property of the model.
+of a document: if weights overflow in a norm, its output is zero, and the resulting loss, ln V, is finite
+but meaningless.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from engine.teachers.vocabulary import compare
 # Shapes: B rows, T tokens, N of them predicted, V vocabulary, D width
 
 CHUNK = 1024
-"""Tokens whose logits are computed at a time."""
+"""Number of tokens whose logits are computed at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The figures of judged programs: pass@k, its interval, and the comparison of two models.
+"""Compute the figures of judged programs: pass@k, its interval, and the comparison of two models.
 
 When a file has several lines about one program, the last one counts, because a program whose judge died is
 run again. If any program of any problem was not judged, no figure is valid for the model.

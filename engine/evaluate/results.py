@@ -1,10 +1,10 @@
-"""The results of an evaluation on disk: one line for each program, written when it is judged.
+"""Store the results of an evaluation on disk: one line for each program, written when it is judged.
 
-    {"kind": "evaluation", ...}     what is evaluated with what; a resumed evaluation must say the same
+    {"kind": "evaluation", ...}     model, problems and settings; they must be equal in a resumed evaluation
     {"kind": "result", ...}         one program: its problem, its text, the outcome and the reason
 
-A line is appended and flushed when its program is judged, so a killed evaluation loses nothing that was
-finished. A last line that was cut short is dropped. The outcome `harness` is not a result of the model; such
+A line is appended and flushed when its program is judged, so a killed evaluation loses no judged
+program. An incomplete last line is dropped. The outcome `harness` is not a result of the model; such
 a program is run again.
 """
 
@@ -26,8 +26,7 @@ VERSION = 1
 OUTCOMES = ("pass", "fail", "harness")
 _BEGINNING = b'{"kind": "evaluation"'
 _WORDS = ("left_out",)
-"""Keys whose values are reasons in words, which may differ between runs; the problems that they belong to may
-not."""
+"""Keys that map problems to reasons. In a resumed evaluation the problems must be equal; the reasons may differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +39,7 @@ class Result:
     reason: str
     tokens: int
     ended: str
-    """Reason why the text ended: `stop`, `end_of_text`, or `length` if it was cut off."""
+    """Reason why the generated text ended: `stop`, `end_of_text`, or `length` if it was cut off."""
 
 
 class Results:
@@ -69,9 +68,9 @@ class Results:
 def refuse_other(
     path: str | Path, about: Mapping[str, Any], unknown_keys: Sequence[str] = ()
 ) -> tuple[list[Result], int]:
-    """Return the results in a file of the evaluation that is `about` this, and the bytes of its whole lines;
-    empty when there is no file. Raises `BadInput` when the file is about another evaluation or is no file of
-    results. `later` lists keys that are not known yet."""
+    """Return the results in a file of the evaluation `about`, and the size of its complete lines in bytes;
+    empty if there is no file. Raises `BadInput` if the file is about another evaluation or is not a file of
+    results. `later`: keys of `about` that are not known yet."""
     path = Path(path)
     existing = read_if_any(path)
     if existing is None:

@@ -1,4 +1,4 @@
-"""The sandbox for generated programs: bubblewrap, a filter of system calls, limits, and a clock outside.
+"""Run generated programs in a sandbox: bubblewrap, a filter of system calls, resource limits, and a timeout outside.
 
     /usr, /bin, /lib, this Python     read-only, as on the host
     /guest                            the files that run inside, read-only
@@ -52,10 +52,10 @@ Outcome = Literal["pass", "fail", "harness"]
 CPU_S = 10
 CLOCK_S = 60.0
 RULES = 4
-"""Incremented when programs may be judged differently than before; results under other rules are not
+"""Version of the rules, incremented when programs may be judged differently. Results under other rules are not
 continued."""
 TRIES = 3
-"""Number of tries of a trial that does not begin."""
+"""Maximum number of attempts to start a trial."""
 MEMORY_BYTES = 1 << 30
 _MOST_RESULT_BYTES = 1 << 20
 _HOST_FOLDERS = ("/bin", "/lib", "/lib64", "/lib32", "/sbin")

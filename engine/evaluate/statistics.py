@@ -1,4 +1,4 @@
-"""Intervals and tests for few problems or documents.
+"""Compute confidence intervals and tests for few problems or documents.
 
     wilson      a proportion of problems: never below 0 or above 1, and sensible at 0 of n, where the usual
                 p +- 1.96 sqrt(p (1-p) / n) gives +- 0 (Wilson 1927)

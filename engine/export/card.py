@@ -1,8 +1,8 @@
-"""The model card: README.md with front matter for the Hub, in which every figure has its source.
+"""Write the model card: README.md with front matter for the Hub, in which every figure has its source.
 
-A figure appears in the card only if it is in the run's receipt or in an evaluation of exactly these weights,
-whose file is in the same folder. The card says what was not measured; if evidence was missing at publication, it
-says that first.
+A figure appears in the card only if it is in the run's receipt, or in an evaluation of exactly these weights
+whose file is in the same folder. The card states what was not measured. If evidence was missing at publication, the
+card begins with that.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Card:
     """File with the results of each evaluation; None if the results are in the receipt."""
     verification: Verification | None
     base_models: Sequence[str] = ()
-    """Base models named by the publisher, as the Hub spells them."""
+    """Names of base models on the Hub, given by the publisher."""
 
 
 def card_text(card: Card) -> str:
@@ -61,7 +61,7 @@ def card_text(card: Card) -> str:
 
 
 def _front_matter(card: Card) -> list[str]:
-    """JSON is valid YAML, so every text is quoted as JSON."""
+    """Quote a string as JSON, which is valid YAML."""
     names = [*card.base_models, *(base.name for base in card.bases if base.on_hub)]
     tags = ["knowledge-distillation"] + (["unevaluated"] if card.proof.missing else [])
     lines = [

@@ -1,6 +1,6 @@
-"""Measures of how far two ways to compute one model are apart.
+"""Measure how far the outputs of two implementations of one model are apart.
 
-    tokens        the first greedy token that differs; a tie when both are equally good up to rounding
+    tokens        the first greedy token that differs; a tie if both tokens are equally likely up to rounding
     distance      the largest difference of two logits, relative to the root mean square of all
     divergence    mean over positions from 1 on of KL(reference || other), and how often the top token is the same
 
@@ -12,7 +12,8 @@ Outputs are compared with the reference's in one of two ways:
                 FLOAT_TOLERANCE
     within      for quantised weights: token ids must be the same, logits within the noise of the block type
 
-A way that is not installed is unknown; one that is installed and crashes, or gives other outputs, fails.
+The result of an implementation that is not installed is unknown. An implementation that crashes or gives other outputs
+fails.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from engine.verdict import Level
 # Shapes: T tokens of a row, V vocabulary
 
 FLOAT_TOLERANCE = 1e-3
-"""Relative to the logits' root mean square. fp32 sums in another order differ by some 1e-6 after each matmul,
-and by 1e-4 after a hundred layers; a wrong eps, mask or rotary pair moves logits by a tenth and more."""
+"""Tolerance of logits, relative to their root mean square. fp32 sums in another order differ by some 1e-6 after each
+matmul, and by 1e-4 after a hundred layers; a wrong eps, mask or RoPE pairing changes logits by a tenth or more."""
 
 
 class Difference(NamedTuple):
@@ -53,7 +54,8 @@ class Difference(NamedTuple):
 def first_difference(
     prompt: Sequence[int], ours: Sequence[int], theirs: Sequence[int], logits_TV: Logits
 ) -> Difference | None:
-    """Find where two continuations of `prompt` diverge; `logits_TV` are ours, over prompt and continuation."""
+    """Return the first difference of two continuations of `prompt`. `logits_TV`: the reference's logits over prompt and
+    continuation."""
     for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         if a != b:
             row_V = logits_TV[len(prompt) - 1 + step]
@@ -63,7 +65,7 @@ def first_difference(
 
 
 def distance(reference: Sequence[Logits], other: Sequence[Logits]) -> float:
-    """Largest difference over root mean square; NaN when a logit is not finite."""
+    """Return the largest difference of two logits, relative to the root mean square; NaN if a logit is not finite."""
     largest = max(float(np.abs(a - b).max()) for a, b in zip(reference, other, strict=True))
     finite = all(bool(np.isfinite(logits).all()) for logits in other)
     return largest / _size(reference) if finite else float("nan")
@@ -81,7 +83,7 @@ def divergence(reference: Sequence[Logits], other: Sequence[Logits]) -> tuple[fl
 
 # contract: publication-v1
 def as_float(id_: str, answer: Answered | Absent | Crashed, reference: Answered) -> Outcome:
-    """Judge a way that computes in fp32 from the same weights: everything must be the same up to
+    """Judge an implementation that computes in fp32 from the same weights: all outputs must be the same up to
     FLOAT_TOLERANCE."""
     if not isinstance(answer, Answered):
         return _no_answer(id_, answer)
@@ -109,7 +111,7 @@ def _compare_floats(
         if difference is not None and not difference.tie:
             return Level.FAIL, str(difference)
         ties += [difference] if difference is not None else []
-    # Written so that NaN fails.
+    # The comparison is written so that NaN fails.
     if not relative <= FLOAT_TOLERANCE:
         return Level.FAIL, f"logits {relative:.2g} of their size apart, at most {FLOAT_TOLERANCE:g}"
     if ties:
@@ -125,7 +127,7 @@ def _compare_floats(
 
 
 def _other_ids(answer: Answered, reference: Answered) -> str:
-    """Describe the first text whose ids differ; empty when all are equal."""
+    """Describe the first text whose token ids differ; empty if all are equal."""
     for index, (ours, theirs) in enumerate(zip(reference.ids, answer.ids, strict=False)):
         if ours != theirs:
             position = next(
@@ -143,7 +145,8 @@ def _other_ids(answer: Answered, reference: Answered) -> str:
 def within(
     id_: str, answer: Answered | Absent | Crashed, reference: Answered, limit: float, than: str
 ) -> Outcome:
-    """Judge a way that computes from quantised weights: its KL from the reference is at most `limit` nats."""
+    """Judge an implementation that computes from quantised weights: its KL from the reference must be at most `limit`
+    nats."""
     if not isinstance(answer, Answered):
         return _no_answer(id_, answer)
     if _other_shapes(answer, reference):

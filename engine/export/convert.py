@@ -1,28 +1,28 @@
-"""Conversion of a model from one weight format to another.
+"""Convert a model from one weight format to another.
 
-Each tensor moves separately from the source to the new file: it is renamed, its rows are reordered where the
-new convention differs, and its values are unchanged where possible:
+Tensors are converted one at a time: each is renamed, its rows are reordered if the
+new convention requires it, and its values are unchanged if possible:
 
-    kept         the type is already the wanted one: the same bytes
-    cast         floats, or dequantised blocks, in another float type
-    quantized    floats, or dequantised blocks, in new blocks
+    kept         the tensor already has the requested type: the same bytes
+    cast         floats, or dequantised blocks, are cast to another float type
+    quantized    floats, or dequantised blocks, are quantised to new blocks
 
-So a round trip between float types loses nothing, and block types that both formats have are copied byte for
-byte. The configuration and the tokenizer are converted too, and so is other information about the model,
-where each format stores it:
+So a conversion to another format in the same float type and back loses nothing, and block types that both formats have
+are copied byte for byte. The configuration and the tokenizer are converted too, and so is other information about the
+model, which each format stores in its own place:
 
     safetensors   chat_template.jinja in the folder, else `chat_template` in
                   tokenizer_config.json: a text, or a list of named ones with a `default`
     gguf          metadata `tokenizer.chat_template`, `general.name`, `general.license`, ...
     apr           metadata `chat_template`, `name`, `license`, ...
 
-Within one format all texts about the model's origin are kept; between formats, only keys that both have.
-A chat template is text of the model's author: it is copied, never rendered here.
+Within one format all metadata strings about the model's origin are kept; between formats, only keys that both have.
+A chat template comes from the model's author: it is copied, never rendered here.
 
-Nothing is overwritten. The new file or folder appears when all of it is on disk, and a failed conversion
+Nothing is overwritten. The new file or folder appears when it is complete on disk, and a failed conversion
 leaves no files.
 
-Host memory: one tensor; for a folder of safetensors, one shard of at most `SHARD_BYTES`.
+Peak host memory is one tensor; for a folder of safetensors it is one shard of at most `SHARD_BYTES`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ FILE_TYPES = {"f32": 0, "q8_0": 7, "q4_k_m": 15, "q6_k": 18, "bf16": 32}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Reported after each tensor that was written."""
+    """Progress of a conversion, reported after each tensor that was written."""
 
     done: int
     total: int
@@ -125,7 +125,7 @@ class Converted:
 
 
 def format_of(target: Path, requested: str | None) -> str:
-    """Return the requested format, or that of the target's suffix."""
+    """Return the requested format; by default the format of the target's suffix."""
     if requested is not None:
         return requested
     format_ = _FORMAT_OF_SUFFIX.get(target.suffix.lower())
@@ -189,7 +189,7 @@ def convert(
             )
         return dataclasses.replace(done, source=source)
     with open_weights(source) as weights:
-        # The formats know the names of our own families.
+        # The formats have tensor names only for the families of our own decoder.
         config = config_of(weights, NATIVE)
         check_fits(config, weights, source, weights.convention)
         types = tensor_types(config, quant, format_)
@@ -218,8 +218,8 @@ def _convert_tensors(
     done: Converted,
     on_tensor: Callable[[Progress], None],
 ) -> Iterator[tuple[str, Tensor | QuantTensor]]:
-    """Yield each of our tensors for the new file, in the order of the forward pass. Progress is reported when the
-    writer is done with it."""
+    """Yield each of our tensors for the new file, in the order of the forward pass. Report progress when the writer
+    requests the next one."""
     convention = CONVENTION_OF[done.format]
     names = names_for(convention, config)
     for count, (our_name, name, source) in enumerate(sources(weights, config), 1):
@@ -238,8 +238,8 @@ def _convert_tensors(
 
 
 def _rotates_neighbours(config: ModelConfig, convention: str) -> bool:
-    """Return whether readers of a format rotate neighbouring dimensions (interleaved RoPE): those of .apr do as
-    those of GGUF."""
+    """Return whether readers of a format rotate neighbouring dimensions (interleaved RoPE). Readers of .apr do it for
+    the same families as readers of GGUF."""
     return config.kind.turns_neighbours and convention != "hf"
 
 
@@ -312,7 +312,7 @@ def _metadata_for(weights: WeightFile, format_: str, origin: Mapping[str, str]) 
     """
     metadata: dict[str, Any] = {}
     if weights.format == format_ == "apr":
-        # Leave out what the writer computes by itself.
+        # Leave out keys that the writer computes.
         metadata = {k: v for k, v in weights.metadata.items() if not k.startswith("tokenizer.")}
     elif weights.format == format_ == "gguf":
         general = {k: v for k, v in weights.metadata.items() if k.startswith("general.")}
@@ -335,7 +335,7 @@ def _metadata_for(weights: WeightFile, format_: str, origin: Mapping[str, str]) 
 
 
 def chat_template(weights: WeightFile) -> str | None:
-    """Return the template, or None. Raises `WeightsError` for a file that cannot be read."""
+    """Return the chat template; None if there is none. Raises `WeightsError` for a file that cannot be read."""
     if weights.format != "safetensors":
         template = weights.metadata.get(_TEMPLATE_KEY[weights.format])
         return template if isinstance(template, str) else None

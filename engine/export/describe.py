@@ -1,7 +1,7 @@
 """Describe a weight file from its headers alone: no tensor is read, and torch is not loaded.
 
-A file that this engine has no decoder for is described like any other; the warnings say what prevents running
-it. Bits per weight count every byte of every tensor, scales included.
+A file that this engine cannot run is described too; its warnings say what prevents running
+it. Bits per weight include every byte of every tensor, scales too.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from engine.terminal import aligned
 from engine.units import format_bytes, format_count
 
 Description = dict[str, Any]
-"""The structure that `engine inspect --json` prints."""
+"""Version of the structure that `engine inspect --json` prints."""
 
 
 def describe(path: str | Path, *, tensors: bool = False) -> Description:
-    """Describe a weight file or model folder; `tensors` adds the table of them.
+    """Describe a weight file or model folder; `tensors`: add the table of tensors.
 
         architecture    None when the file does not name it
         config          in the form of config.json; None when the file has no configuration
@@ -163,7 +163,7 @@ def _token_count(weights: WeightFile, warnings: list[str]) -> int | None:
 
 
 def _sizes(infos: Sequence[TensorInfo]) -> dict[str, float | None]:
-    """Return number, weights, bytes and bits per weight of some tensors."""
+    """Return for some tensors their number, number of weights, bytes, and bits per weight."""
     weights = sum(math.prod(info.shape) for info in infos)
     bytes_ = sum(info.bytes for info in infos)
     return {
@@ -175,7 +175,7 @@ def _sizes(infos: Sequence[TensorInfo]) -> dict[str, float | None]:
 
 
 def _shape_text(config: Mapping[str, Any]) -> str:
-    """Describe the model's dimensions, as far as they are known."""
+    """Describe the known dimensions of the model."""
     words = (
         ("num_hidden_layers", "layers"),
         ("hidden_size", "wide"),

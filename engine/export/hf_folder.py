@@ -1,19 +1,19 @@
-"""A Hugging Face model folder, written tensor by tensor.
+"""Write a Hugging Face model folder tensor by tensor.
 
-    config.json, tokenizer.json, chat_template.jinja, the other files that the source has besides its
-    weights, and model.safetensors, or shards `model-00001-of-00003.safetensors` with their index
+    config.json, tokenizer.json, chat_template.jinja; other files of the source, except weights;
+    model.safetensors, or shards `model-00001-of-00003.safetensors` with their index
 
-Tensors arrive one at a time, and the size of the model is only known at the end. So a shard is written when
-it is full, under a temporary name. The folder appears only when it is complete.
+Tensors arrive one at a time, and the size of the model is known only at the end. So a shard is written under a
+temporary name as soon as it is full. The folder appears only when it is complete.
 
 A run's student has only weights, configuration and tokenizer.json. The other files that transformers reads
 are created:
 
-    generation_config.json    the tokens that end a text: the same as in this engine
+    generation_config.json    the end-of-text tokens: the same as in this engine
     tokenizer_config.json     says that tokenizer.json is the whole tokenizer, and which token ends a document
 
-Both are copied from the student's base if it has them, since a run does not copy them. A teacher's are not
-used: its chat template would promise a model that answers chats.
+If the student's base has these two files, they are copied instead. A teacher's files are not used: its chat template
+would suggest that the student was trained on chats.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def complete_folder(folder: Path, base: Path | None) -> None:
 
 
 def _copy_missing(source: Path | None, folder: Path, names: Iterable[str]) -> None:
-    """Copy those of `names` that the source has and the folder lacks."""
+    """Copy the files of `names` that exist in the source and not in the folder."""
     for name in names:
         if source is not None and (source / name).is_file() and not (folder / name).exists():
             shutil.copyfile(source / name, folder / name)

@@ -1,11 +1,11 @@
-"""The models that a student was made from, and the licence under which it may be distributed.
+"""Determine the models that a student was made from, and the licence under which it may be distributed.
 
     student base    the student's weights started from its weights: a derived work
     teacher         its outputs were the student's training targets
 
-A licence is read where its author wrote it: `license:` in the front matter of the README.md in the folder of the
-weights, or the metadata of a GGUF or .apr file. Nothing is guessed: without such a line the licence is
-unknown, and the card says so. Two bases with different licences have no common identifier: the card says
+A licence is read from `license:` in the front matter of the README.md in the folder of the
+weights, or from the metadata of a GGUF or .apr file. If neither has it, the licence is
+unknown, and the card says so. If two bases have different licences, the card says
 `other`, and lists both.
 """
 
@@ -44,7 +44,7 @@ class Base:
     """Place where the licence was read, or the reason why there is none."""
     licence_file: Path | None
     sha256: str | None
-    """Hash of its tensors, as recorded by the run."""
+    """Hash of the base's tensors, as recorded by the run."""
 
     @property
     def words(self) -> str:
@@ -75,7 +75,7 @@ def bases_of(receipt_spec: dict[str, Any], hashes: dict[str, Any]) -> tuple[Base
 
 # contract: publication-v1
 def inherited(bases: Sequence[Base], chosen: str | None) -> Licence:
-    """Return the licence of a model made from `bases`; `chosen` is the publisher's choice, which overrides it."""
+    """Return the licence of a model made from `bases`; `chosen`: the publisher's choice, which has precedence."""
     if chosen is not None:
         return Licence(identifier=chosen, why="given by the publisher (--license)")
     if not bases:

@@ -1,9 +1,9 @@
-"""MANIFEST.json of a published folder: size and hash of every other file in it.
+"""Write and check the MANIFEST.json of a published folder: size and hash of every other file in it.
 
     {"schema": 1, "files": {name: {"bytes": n, "sha256": hex}}}
 
-A file that is missing, truncated or changed is reported by name and fails. An added file makes the verdict
-unknown, because it was not written by us. Names that begin with a dot belong to tools (`.gitattributes`) and
+A missing, truncated or changed file is a failure and is reported by name. An added file makes the verdict
+unknown, because the engine did not write it. Names that begin with a dot belong to tools (`.gitattributes`) and
 are ignored.
 
 No torch.
@@ -32,7 +32,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, dict[str, Any]] | None:
-    """Return the files of the manifest; None when there is no readable one."""
+    """Return the files in the manifest; None if there is no readable manifest."""
     try:
         record = read_json(folder / MANIFEST, "manifest", limits.MANIFEST)
         files = record["files"]

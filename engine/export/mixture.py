@@ -1,4 +1,4 @@
-"""The type that each tensor of a converted file gets.
+"""Choose the type of each tensor of a converted file.
 
     quant     matrices                                          norms, biases
     f32       F32                                               F32
@@ -10,11 +10,11 @@
               last eighth of the layers and every third between; for the other v of a model of 80 layers,
               which eight query heads share, and for q, k and v where they are one tensor
 
-This is llama.cpp's mixture, with Q6_K where that has Q5_K. When the row length is no multiple of 256: Q5_0 for
-Q4_K, Q8_0 for Q6_K, as in llama.cpp.
+This is llama.cpp's mixture, with Q6_K instead of Q5_K. If the row length is not a multiple of 256, Q5_0 replaces
+Q4_K and Q8_0 replaces Q6_K, as in llama.cpp.
 
-An .apr file has only Q4_K and Q6_K. There, rows whose length is no multiple of 256 stay F32. Safetensors have no
-block types. A quant that a format has no type for is refused.
+An .apr file has only Q4_K and Q6_K; rows whose length is not a multiple of 256 stay F32 there. Safetensors have no
+block types. A quant whose types the format lacks is refused.
 
 No torch.
 """

@@ -1,4 +1,4 @@
-"""Other implementations that load and run a model, each in its own process: `python -m engine.export.peers
+"""Load and run a model in other implementations, each in its own process: `python -m engine.export.peers
 KIND`.
 
     engine         this engine: a Hugging Face folder, a GGUF or an .apr file
@@ -11,16 +11,16 @@ KIND`.
     Absent     the library is not installed, or the process took too long: nothing is known
     Crashed    the library is installed and could not load or run the model
 
-The request goes to its stdin as one JSON value, and the reply is the last line of its stdout. Logits are
-large and go to a .npz file that the request names. So a library that is absent, crashes or hangs affects only
-its own process. All compute in fp32 on the CPU.
+The request is one JSON value on the process's stdin, and the reply is the last line of its stdout. Logits are
+large: they are written to a .npz file that the request names. A library that is absent, crashes or hangs affects only
+its own process. All implementations compute in fp32 on the CPU.
 
     texts    encoded by the peer's own tokenizer, to compare token ids
     prompts  token ids to continue greedily for `steps` tokens; no token ends a text here
     rows     token ids of whole sequences whose logits are requested at every position; null means each
              prompt with its continuation
 
-The process exits with 3, and the reason on stdout, when the library is not installed.
+If the library is not installed, the process exits with 3 and prints the reason on stdout.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Crashed:
 
 
 def absent(kind: str) -> Absent | None:
-    """Say why peer `kind` cannot run here; None when its library is installed. Nothing is imported."""
+    """Return why peer `kind` cannot run here; None if its library is installed. Nothing is imported."""
     if kind not in LIBRARIES:
         return None
     module, package = LIBRARIES[kind]
@@ -244,7 +244,7 @@ def _llama(question: Question) -> Answer:
         model.eval(prompt)
         continuation: list[int] = []
         for _ in range(question["steps"]):
-            # The first of equal maxima, as in this engine.
+            # Take the first of equal maxima, as in this engine.
             continuation.append(int(model.scores[model.n_tokens - 1].argmax()))
             model.eval(continuation[-1:])
         tokens.append(continuation)

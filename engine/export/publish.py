@@ -1,6 +1,6 @@
 """`engine publish`: turn a finished run into a folder that others can load.
 
-    evidence    what the run can prove (`engine.export.required_evidence`); refused here, before anything is written
+    evidence    collect the run's evidence (`engine.export.required_evidence`); if some is missing, nothing is written
     copy        the student's files, each compared with the receipt's hash as it is copied
     convert     the .apr and the GGUF file, from the copy
     verify      load it in three independent ways (`engine.export.published`), from the files that are shipped
@@ -55,7 +55,7 @@ Files = list[tuple[str, str]]
 
 
 class VerificationFailed(EngineError):
-    """A way to load the model gives other outputs; nothing is published."""
+    """Exception: an implementation gives other outputs; nothing is published."""
 
     exit_code = 1
 
@@ -65,9 +65,10 @@ class Wanted:
     folder: Path
     name: str
     gguf: str | None = None
-    """A quant of `engine convert`, or `none`; None is q4_k_m, where GGUF has the model's family."""
+    """A quant of `engine convert`, or `none`; None means q4_k_m if GGUF supports the model's family."""
     apr: str | None = None
-    """The same; None is the student's own float type, where .apr has the model's family."""
+    """A quant of `engine convert`, or `none`; None means the student's float type if .apr supports the model's
+    family."""
     licence: str | None = None
     base_models: tuple[str, ...] = ()
     evaluations: tuple[Path, ...] = ()
@@ -242,7 +243,7 @@ def _copy_evidence(proof: Proof, partial: Path, files: Files) -> list[str | None
 
 
 def _describe_types(converted: Converted) -> str:
-    """Describe the types of its tensors, and say why a file may have none of the type that it is named after."""
+    """Describe the types of a file's tensors. If no tensor has the type that the file is named after, say why."""
     types = ", ".join(f"{count} {kind}" for kind, count in converted.tensors.items())
     text = f"{types}; {converted.bits_per_weight:.2f} bits a weight"
     matrix = QUANTS[converted.quant]
@@ -250,7 +251,7 @@ def _describe_types(converted: Converted) -> str:
 
 
 def _verify_folder(partial: Path, files: Files, say: Say) -> Verification:
-    # The first way compares the files with the manifest.
+    # The first check compares the files with the manifest.
     write_manifest(partial)
     verification = verify(partial, say)
     if verification.verdict.level == Level.FAIL:

@@ -1,5 +1,4 @@
-"""Verify that a published folder can be loaded and gives the same outputs in three independent
-implementations.
+"""Verify that three independent implementations can load a published folder and give the same outputs.
 
     files          every file has the size and hash of MANIFEST.json
     engine         this engine on the safetensors: the reference; same tokens with and without a KV cache
@@ -9,12 +8,12 @@ implementations.
     llama gguf     llama.cpp on the shipped GGUF: within its block type's noise of this engine on it
 
 Greedy tokens are compared for 50 steps after each of some prompts, or for as many as the model has positions.
-When two implementations first differ at a token where both choices are equally good up to rounding, the result is
-unknown and not a failure. Logits are compared at every position of those texts, in fp32: the largest
-difference relative to the root mean square of all.
+If the first token at which two implementations differ is a tie (both tokens equally likely up to rounding), the result
+is unknown and not a failure. Logits are compared at every position of these texts, in fp32, by the largest
+difference relative to the root mean square.
 
 The noise of a block type is its published KL (`engine.quant.blocks`). llama.cpp also rounds activations to 8
-bits, so even the same blocks give it other logits.
+bits, so its logits differ even for the same blocks.
 
 The result of an implementation that is not installed is unknown. This engine, transformers and
 llama.cpp each run in a separate process.
@@ -51,7 +50,7 @@ PROMPTS = (
     "The first thing to know about",
 )
 TEXTS = (*PROMPTS, inspect.getsource(inspect)[:20_000])
-"""Texts whose token ids are compared. The long one has merges, words and spaces that the short ones lack."""
+"""Texts whose token ids are compared. The long text has merges, words and spaces that the short texts lack."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +77,7 @@ class Verification:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Request:
-    """The request that every implementation gets."""
+    """Request that is sent to every implementation."""
 
     prompts: list[list[int]]
     steps: int
@@ -96,7 +95,7 @@ class _Request:
             kind,
             path,
             self.scratch,
-            # llama.cpp cuts text into words by patterns of its own.
+            # llama.cpp splits text into words by its own patterns.
             texts=PROMPTS if kind == "llama" else TEXTS,
             prompts=self.prompts if steps is None else self.prompts[:1],
             steps=self.steps if steps is None else steps,
@@ -105,9 +104,9 @@ class _Request:
 
 
 def verify(folder: Path, say: Callable[[str], None] = lambda text: None) -> Verification:
-    """Run every comparison, one after the other; `say` is called with the name of each before it begins.
+    """Run every comparison, one after the other; call `say` with the name of each before it begins.
 
-    Raises `BadInput` for a folder that is no model, before anything runs.
+    Raises `BadInput` before the first comparison if the folder is not a model folder.
     """
     folder = Path(folder)
     config = read_config(folder)
@@ -158,7 +157,7 @@ def _files(folder: Path) -> Outcome:
 
 
 def _reference(answer: Answered | Absent | Crashed, request: _Request) -> Outcome:
-    """Check the engine's own outputs: finite logits, and a KV cache that changes no token."""
+    """Check the engine's outputs: logits must be finite, and the KV cache must not change a token."""
     if not isinstance(answer, Answered):
         return answered("engine", Level.FAIL, answer.reason)
     for prompt, tokens, logits_TV in zip(
@@ -166,7 +165,7 @@ def _reference(answer: Answered | Absent | Crashed, request: _Request) -> Outcom
     ):
         if not np.isfinite(logits_TV).all():
             return answered("engine", Level.FAIL, "logits that are not finite")
-        # The token that follows each position of the continuation, computed without a cache.
+        # The next token at each position of the continuation, computed without a cache.
         uncached = logits_TV[len(prompt) - 1 : -1].argmax(-1).tolist()
         difference = first_difference(prompt, tokens, uncached, logits_TV)
         if difference is not None and not difference.tie:
@@ -181,7 +180,7 @@ def _reference(answer: Answered | Absent | Crashed, request: _Request) -> Outcom
 def _llama_float(folder: Path, request: _Request, reference: Answered) -> Outcome:
     path = request.scratch / "float.gguf"
     if (why := absent("llama")) is not None:
-        # Checked first, so that no F32 file is written for nothing.
+        # Check this first, before a large F32 file is written.
         return as_float("llama float", why, reference)
     try:
         convert(folder, path, "f32")
@@ -193,7 +192,7 @@ def _llama_float(folder: Path, request: _Request, reference: Answered) -> Outcom
 
 
 def _gguf(path: Path, request: _Request, reference: Answered) -> Iterator[Outcome]:
-    """Check the shipped file in this engine and in llama.cpp."""
+    """Check the shipped GGUF file in this engine and in llama.cpp."""
     with open_weights(path) as weights:
         number = weights.metadata.get("general.file_type")
     quant = next((name for name, file_type in FILE_TYPES.items() if file_type == number), None)

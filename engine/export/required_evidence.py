@@ -1,19 +1,19 @@
-"""The evidence that a run must have for its student before it is published.
+"""Collect the evidence that a run must have before its student is published.
 
     completed     the end of the run in its log, and the receipt that is written with it
     verified      every line of the receipt that can be compared with the folder (`engine.receipts.receipt`)
     the student   its files have the receipt's hashes, and the log has the receipt's
-    replayed      the outcome of `engine verify`, where the run was verified: a failure counts as missing
+    replayed      the outcome of `engine verify`, if the run was verified: a failure counts as missing
     evaluated     a held-out loss of the student, from the run or from a separate evaluation:
 
         the run                        heldout_loss_nats of its receipt, of the student read back from its files
         engine eval ppl                the JSON value of --json, kept in a file
         engine eval humaneval, mbpp    the file of results, counted again here
 
-An evaluation counts if it is of the student's own weights, by their hash, and is finished. Evidence that does
-not exist is `missing`, with the command that produces it; a card can still be written, and says so.
+An evaluation is accepted if it is finished and its weights have the student's hash. Evidence that does
+not exist is `missing`, with the command that produces it; with --unevaluated a card is still written, and says so.
 Contradictions are refused, and no option overrides that: a receipt that does not fit its run, a student that
-is not the receipt's, an evaluation of other weights, or an unfinished one.
+differs from the receipt, an evaluation of other weights, or an unfinished evaluation.
 """
 
 from __future__ import annotations
@@ -91,14 +91,14 @@ class Proof:
     missing: tuple[Missing, ...]
     weights_sha256: str
     replay: str
-    """The outcome of `engine verify` in one line: `pass, 30 steps to the bit, 2026-01-31`, or `not verified`."""
+    """Outcome of `engine verify` in one line: `pass, 30 steps to the bit, 2026-01-31`, or `not verified`."""
     outcome: Path | None
-    """Its file; None where the run was not verified, or the log has changed since."""
+    """File with the outcome of `engine verify`; None if the run was not verified, or the log has changed since."""
 
 
 # contract: publication-v1
 def examine(run: RunFolder, evaluation_files: Sequence[Path] = ()) -> Proof:
-    """Collect all evidence; hashes the student's files.
+    """Collect all evidence. This hashes the student's files.
 
     Raises `BadInput` for a run without a student, and for contradictions.
     """
@@ -195,7 +195,7 @@ def _check_student(run: RunFolder, receipt: dict[str, Any]) -> Verdict:
 
 
 def _was_read_back(view: RunView) -> Verdict:
-    """Return what the run found when it read its saved student back."""
+    """Return the outcome of the run's check of its saved student."""
     check = view.checks.get(ARTEFACT)
     if check is None:
         return Verdict(Level.UNKNOWN, "the run did not read its saved student back")

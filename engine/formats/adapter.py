@@ -1,10 +1,10 @@
-"""Folders of adapters as the peft library saves them: a base, and low-rank matrices to add to it.
+"""Open a folder of an adapter as the peft library saves it: low-rank matrices to add to a base model.
 
-    adapter_config.json           the base's path, rank, factor
+    adapter_config.json           path of the base, rank, scaling factor
     adapter_model.safetensors     A and B of each adapted matrix
 
-An adapter opens as its base does, with its own folder and tokenizer. Its tensors cannot be read one by one:
-`engine.models.load.load_decoder` merges them.
+An opened adapter has the configuration and tensor names of its base, and its own folder and tokenizer. Its tensors
+cannot be read one by one: `engine.models.load.load_decoder` merges them into the base.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class AdapterFolder(WeightFile):
         self._files = base._files
 
     def get(self, name: str) -> Tensor:
-        """Refuse: the tensors of the base alone are not those of the model."""
+        """Raise WeightsError: the tensors of the base are not the weights of the adapted model."""
         self._refuse()
 
     def read(self, info: TensorInfo, dtype: torch.dtype) -> Tensor:
@@ -66,8 +66,8 @@ def is_adapter(folder: Path) -> bool:
 
 
 def read_adapter(folder: Path) -> dict[str, Any]:
-    """Return the content of an adapter's configuration. Raises WeightsError for one that is not LoRA, or that uses an
-    option that `load_decoder` does not merge."""
+    """Return the content of an adapter's configuration. Raises WeightsError if the adapter is not LoRA, or uses an
+    option that `load_decoder` cannot merge."""
     about = read_json_object(
         folder / ADAPTER_CONFIG, "adapter", limits.MODEL_CONFIG, error=WeightsError
     )

@@ -1,9 +1,9 @@
-"""Opens, checks and reads weights in an .apr file (APR v2).
+"""Open, check and read weights in an .apr file (APR v2).
 
 Opening reads header, metadata and index, but no data. `get` reads one tensor into its own memory.
 Before the first tensor is returned, the footer's CRC is compared with the whole file, so that a
-damaged file is refused instead of being partly used. A file without a footer gets a warning
-instead.
+damaged file is refused instead of being partly used. For a file without a footer there is only a
+warning.
 
 The result of `get`, by the dtype in the index:
 
@@ -12,8 +12,8 @@ The result of `get`, by the dtype in the index:
                                      not a multiple of 256, the last block of each is padded; such a
                                      tensor is dequantised, to float32 of its own shape
 
-Tensors under `__training__.` are optimizer state: checked like the others, and left out of
-`tensors`. A file that was replaced or modified after it was opened is refused by the next `get`.
+Tensors whose names begin with `__training__.` are optimizer state: they are checked, and left out of
+`tensors`. If the file is replaced or modified after it was opened, the next `get` refuses it.
 
 **The layout**, which is checked before anything relies on it:
 
@@ -97,8 +97,7 @@ FOOTER_BYTES = 4
 HEADER = struct.Struct("<4sBBHIQIQQI20s")
 QUANTIZED, HAS_VOCAB, ROW_MAJOR = 0x020, 0x200, 0x400
 _UNSUPPORTED = 0xF81F
-"""Flags of files that are compressed, encrypted, signed, a part of a model or column-major, and of bits without a
-meaning."""
+"""Header flags that are refused: compressed, encrypted, signed, sharded or column-major files, and undefined bits."""
 
 _NAME_LIMIT_BYTES = 256
 _HEAD = struct.Struct("<H")
@@ -328,7 +327,7 @@ def index_limit_bytes(header: AprHeader) -> int:
 
 
 def index_entry(name: bytes, dtype: str, shape: tuple[int, ...], offset: int, size: int) -> bytes:
-    """Return the index entry of one tensor; the reverse of `read_index`."""
+    """Return the bytes of one tensor's index entry, as `read_index` reads them."""
     head = _HEAD.pack(len(name)) + name + _MIDDLE.pack(DTYPE_IDS[dtype], len(shape))
     return head + struct.pack(f"<{len(shape)}Q", *shape) + _TAIL.pack(offset, size)
 

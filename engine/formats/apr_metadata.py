@@ -1,4 +1,4 @@
-"""The metadata of an .apr file: JSON with canonical keys, and the model's configuration and
+"""Read and write the metadata of an .apr file: JSON with canonical keys, the model's configuration and its
 tokenizer.
 
 Writers use several names for the same number. Each alias is mapped to its canonical key:
@@ -18,8 +18,8 @@ duplicate keys, which training checkpoints have, the last value is used. Unknown
 `model_type`, `total_size`, `param_count` and the three provenance keys (`license`, `data_source`,
 `data_license`, null if unknown) are always written.
 
-The canonical keys cannot express a whole config.json, so files written here contain all of it under
-`hf_config`, which is what is read.
+The canonical keys cannot express a whole config.json. So files written here contain the whole config.json under
+`hf_config`; if that key is present, it is read instead of the canonical keys.
 
 **The tokenizer.** Other readers of the format use tables, from which they rebuild a byte-level BPE:
 
@@ -27,12 +27,12 @@ The canonical keys cannot express a whole config.json, so files written here con
     tokenizer.token_type    a number for each id         tokenizer.pre_type    the pre-tokenizer
     tokenizer.bos_token_id, tokenizer.eos_token_id       tokenizer.vocab_size
 
-Tables lose what they have no column for (a normalizer, added tokens that strip spaces). So a file
-written here has the tables for other readers, where GGUF could hold the same, and the `tokenizer.json` itself, byte for
-byte, under one more key. It is deflated, because its text would come close to the metadata limit of 16 MiB. For
-a file of another writer a `tokenizer.json` is built from its tables, if they contain everything
-that ids depend on: which tokens are special, and the pre-tokenizer. Otherwise there is none, with a
-warning that gives the reason: nearly correct ids are worse than none.
+The tables cannot express everything (a normalizer, added tokens that strip spaces). So a file written here has
+the `tokenizer.json` itself, byte for byte, under one more key. It is deflated, because its text would come close to the
+metadata limit of 16 MiB. The file also has the tables for other readers, if GGUF can represent the tokenizer. For
+a file of another writer a `tokenizer.json` is built from the tables, if they contain everything
+that token ids depend on: which tokens are special, and the pre-tokenizer. Otherwise there is no tokenizer, and a
+warning gives the reason: nearly correct ids are worse than none.
 
 This module does not import torch.
 """
@@ -63,7 +63,7 @@ from engine.model_families import FAMILIES, HEAD
 METADATA_LIMIT_BYTES = limits.APR_METADATA.most
 HF_CONFIG = "hf_config"
 ROPE_HALVES = 2
-"""`rope_type` of a reader that rotates x[i] with x[i + half], as Hugging Face's models do."""
+"""Value of `rope_type` for RoPE that rotates x[i] with x[i + half], as Hugging Face's models do."""
 
 ALIASES = {
     "hidden_size": ("hidden_dim", "d_model", "n_embd"),
@@ -125,8 +125,8 @@ def read_config(
 ) -> dict[str, Any]:
     """Return the content of a Hugging Face `config.json` of the model. Raises `WeightsError` AP09.
 
-    It is built from the canonical keys if the file has no `hf_config`; whether the head is tied is
-    then read from `tied_embeddings`, or else from the tensors.
+    It is built from the canonical keys if the file has no `hf_config`. Then `tied_embeddings` says whether
+    the head is tied; without that key, the tensors do.
     """
     config = metadata.get(HF_CONFIG)
     if config is None:
@@ -138,7 +138,7 @@ def read_config(
 
 
 def check_family(config: Mapping[str, Any], path: Path) -> None:
-    """Refuse a family that .apr has no keys for. Raises `WeightsError` AP09."""
+    """Raise `WeightsError` AP09 for a family that .apr has no keys for."""
     family = FAMILIES.get(str(config.get("model_type")))
     if family is not None and not family.apr:
         known = ", ".join(row.name for row in FAMILIES.values() if row.apr)
@@ -156,7 +156,7 @@ def build_metadata(
 ) -> bytes:
     """Return the metadata of a new file as JSON. Raises `WeightsError`.
 
-    Values that are computed here are not taken from `extra`: the canonical keys with their aliases,
+    `extra` cannot override values that are computed here: the canonical keys and their aliases,
     the configuration, sizes, and the tokenizer if one is given.
     """
     computed: dict[str, Any] = {
@@ -230,8 +230,8 @@ def _config_of(
 
 
 def _as_decimal(value: Any) -> Any:
-    """Return a float that is exactly an fp32 number as its shortest decimal: 1e-6 and not
-    9.999999974752427e-07.
+    """Return a float that is exactly an fp32 number as the shortest decimal that rounds to it: 1e-6,
+    not 9.999999974752427e-07.
     """
     if type(value) is not float or not 0 < abs(value) < LARGEST_REAL:
         return value
@@ -253,7 +253,7 @@ def _first_of(value: object) -> object:
 
 
 def embed(raw: bytes) -> dict[str, Any]:
-    """Return the metadata keys for the `tokenizer.json` in `raw`: its bytes, and tables where GGUF could hold it.
+    """Return the metadata keys for the `tokenizer.json` in `raw`: its bytes, and tables if GGUF can represent it.
 
     Raises `TokenizerError` if the bytes are not such a file.
     """
@@ -276,8 +276,8 @@ def embed(raw: bytes) -> dict[str, Any]:
 
 
 def unsupported(metadata: Mapping[str, Any], path: Path) -> list[str]:
-    """Return a warning that says why the metadata gives no `tokenizer.json`; an empty list if it
-    does.
+    """Return a warning that says why no `tokenizer.json` can be read from the metadata; an empty list if it
+    can.
     """
     missing = [key for key in (MERGES, TOKEN_TYPES) if key not in metadata]
     pre = _pre_type(metadata)

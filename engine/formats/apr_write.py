@@ -1,5 +1,5 @@
-"""Writes an .apr file (layout: `engine.formats.apr`) in one pass over its tensors, completely or
-not at all. Tensors keep the order they come in; the index is sorted by name.
+"""Write an .apr file (layout: `engine.formats.apr`) in one pass over its tensors, completely or
+not at all. Tensors are stored in the order in which they come; the index is sorted by name.
 
     a tensor of F32 F16 BF16 F64 I32 I64 I8 U8     its values, row-major
     a QuantTensor of Q4_K or Q6_K                  its blocks, byte for byte
@@ -33,7 +33,7 @@ from engine.formats.apr import (
 )
 from engine.formats.apr_metadata import build_metadata, check_family, embed
 from engine.formats.safetensors import DTYPES
-from engine.formats.writing import Placed, new_file, tensor_bytes
+from engine.formats.writing import StoredTensor, new_file, tensor_bytes
 from engine.quant.blocks import BLOCK_TYPES
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def write_apr(
     tokenizer = {} if tokenizer_json is None else embed(tokenizer_json)
     with new_file(path, ALIGNMENT) as (file, data):
         for name, tensor in tensors:
-            dtype, raw = _raw(f"tensor {json.dumps(name)}", tensor)
+            dtype, raw = _dtype_and_bytes(f"tensor {json.dumps(name)}", tensor)
             data.add(name, dtype, tuple(tensor.shape), raw)
         raw_metadata = build_metadata(
             config,
@@ -82,7 +82,7 @@ def write_apr(
         file.write(crc.to_bytes(FOOTER_BYTES, "little"))
 
 
-def _raw(where: str, tensor: Tensor | QuantTensor) -> tuple[str, memoryview]:
+def _dtype_and_bytes(where: str, tensor: Tensor | QuantTensor) -> tuple[str, memoryview]:
     """Return the dtype's name in the index, and the bytes in host memory."""
     from engine.quant.tensor import QuantTensor
 
@@ -100,7 +100,7 @@ def _raw(where: str, tensor: Tensor | QuantTensor) -> tuple[str, memoryview]:
     return code, tensor_bytes(tensor)
 
 
-def _quantization(tensors: Mapping[str, Placed]) -> dict[str, Any] | None:
+def _quantization(tensors: Mapping[str, StoredTensor]) -> dict[str, Any] | None:
     """Return the metadata about quantisation, from the block type with the most bytes."""
     blocks: Counter[str] = Counter()
     for placed in tensors.values():
@@ -117,8 +117,8 @@ def _quantization(tensors: Mapping[str, Placed]) -> dict[str, Any] | None:
     }
 
 
-def _head(metadata: bytes, tensors: Mapping[str, Placed], has_tokenizer: bool) -> bytes:
-    """Return everything before the data: header, metadata and index, each padded to 64 bytes."""
+def _head(metadata: bytes, tensors: Mapping[str, StoredTensor], has_tokenizer: bool) -> bytes:
+    """Return the bytes before the data: header, metadata and index, each padded to 64 bytes."""
     index = b"".join(
         index_entry(name.encode(), placed.dtype, placed.shape, placed.offset, placed.bytes)
         for name, placed in sorted(tensors.items(), key=lambda item: item[0].encode())

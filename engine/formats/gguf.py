@@ -1,4 +1,4 @@
-"""Opens, checks and reads weights in GGUF: one file, or all parts of a split one.
+"""Open, check and read weights in GGUF: one file, or all parts of a split model.
 
 A split model is `name-00001-of-00003.gguf` and its siblings; any part may be given, and all are
 opened. Each part states its number (`split.no`, from 0) and the number of parts, and has its own

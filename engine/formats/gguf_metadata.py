@@ -1,4 +1,4 @@
-"""Converts a model's configuration between GGUF metadata and a Hugging Face `config.json`.
+"""Convert a model's configuration between GGUF metadata and a Hugging Face `config.json`.
 
     GGUF, after `<architecture>.`          config.json
     block_count                            num_hidden_layers
@@ -20,9 +20,9 @@ the model loader converts it to numbers.
 GGUF stores reals as fp32, so 1e-6 is read as 9.99999997e-07. `read_config` returns the shortest
 decimal that is the same fp32 number, so a configuration survives the round trip.
 
-An architecture is a row of `engine.model_families`. Two families may share one: of `llama`, a file
-with a sliding window is a Mistral, and any other is read as a Llama, which computes the same. Others
-are refused by name (GG17), and so is a mixture of experts under the name `llama`.
+The supported architectures are in `engine.model_families`. Two families may have the same architecture name: a
+`llama` file with a sliding window is read as a Mistral, any other as a Llama, which computes the same. Other
+architectures are refused by name (GG17), and so is a mixture of experts with the name `llama`.
 
 **The vocabulary** check compares the token arrays with each other and with the embedding. It looks
 only at types and counts, which takes no time; `engine.formats.gguf_tokenizer` reads the texts.
@@ -117,7 +117,7 @@ def read_config(metadata: GgufMetadata, tensors: Mapping[str, TensorInfo]) -> di
         **_rope_scaling(reader, config["head_dim"]),
     }
     if window := reader.get("attention.sliding_window"):
-        # Where the family has no window, the reader of the configuration refuses it by name.
+        # If the family supports no window, `engine.models.config` refuses this key by name.
         config["sliding_window"] = window
         if not family.sliding_window:
             config["use_sliding_window"] = True
@@ -148,7 +148,7 @@ def read_config(metadata: GgufMetadata, tensors: Mapping[str, TensorInfo]) -> di
 def config_metadata(config: Mapping[str, Any], where: object) -> dict[str, GgufValue]:
     """Return the metadata for a `config.json`; `where` names it in errors.
 
-    Each number is checked for its type, but not against the others, because they come from a model
+    The type of each number is checked. Whether the numbers fit together is not, because they come from a model
     that runs.
     """
     arch = config.get("model_type")
@@ -219,15 +219,15 @@ def config_metadata(config: Mapping[str, Any], where: object) -> dict[str, GgufV
 
 
 def _query_scalar(family: Family, config: Mapping[str, Any]) -> Any:
-    """Return the number by whose square root readers of a GGUF file divide scores."""
+    """Return the number whose square root readers of a GGUF file divide attention scores by."""
     if config["num_hidden_layers"] == family.gguf_wide_layers:
         return config["hidden_size"] // config["num_attention_heads"]
     return config["head_dim"]
 
 
 def _check_windows(family: Family, step: int, config: Mapping[str, Any], where: object) -> None:
-    """Refuse settings that other readers of this architecture do not have: they would compute something else, because
-    GGUF has no key for them."""
+    """Refuse settings for which GGUF has no key and that other readers of this architecture assume to be different:
+    they would compute something else."""
     types = config.get("layer_types") or []
     expected = [
         "sliding_attention" if number % step else "full_attention"
@@ -257,7 +257,7 @@ def uint32(number: Any, key: str, where: object) -> GgufValue:
 
 
 class _Reader:
-    """Reads values of one architecture, each checked for its type. Raises `WeightsError` GG17."""
+    """Reader of an architecture's metadata values that checks their types. Raises `WeightsError` GG17."""
 
     def __init__(self, metadata: GgufMetadata, arch: str) -> None:
         self.metadata = metadata

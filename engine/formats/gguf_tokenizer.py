@@ -1,10 +1,10 @@
-"""Converts a byte-level BPE tokenizer between GGUF metadata and a `tokenizer.json`.
+"""Convert a byte-level BPE tokenizer between GGUF metadata and a `tokenizer.json`.
 
 Both contain the tokens and the merges. The pre-tokenizer, which splits text before bytes are
 merged, is a list of regular expressions in a `tokenizer.json` and a name in GGUF,
 `tokenizer.ggml.pre`. The names known here are the rows of
-`engine.formats.tokenizer.PRE_TOKENIZERS`. Each expression splits the parts that the one before it
-made.
+`engine.formats.tokenizer.PRE_TOKENIZERS`. Each expression splits the results of the previous
+expression.
 
     tokenizer.json                               GGUF
     model.vocab, added_tokens[].content          tokenizer.ggml.tokens
@@ -14,13 +14,13 @@ made.
     post_processor                               tokenizer.ggml.add_bos_token, add_eos_token
     normalizer                                   nothing
 
-GGUF has no field for a normalizer. Qwen2's own tokenizer has NFC, so `qwen2` implies it. A
-tokenizer that differs from its row is written with the key `NORMALIZER_KEY`, which other readers
-ignore, as they ignore NFC.
+GGUF has no field for a normalizer. Each row of PRE_TOKENIZERS implies one: `qwen2` implies NFC, which Qwen2's own
+tokenizer has. A tokenizer with another normalizer than its row is written with the key `NORMALIZER_KEY`, which other
+readers ignore, as they ignore NFC.
 
-A row of the embedding without a token gets `[PAD<id>]`, of type UNUSED. It is left out of the
-`tokenizer.json`, which did not contain it either. Every other token is in `model.vocab`, including
-added tokens: otherwise the library would renumber them.
+A row of the embedding without a token is written as the token `[PAD<id>]` of type UNUSED. It is left out when a
+`tokenizer.json` is built. Every other token is in `model.vocab`, including added tokens: otherwise the library would
+renumber them.
 
 For a file with another kind of tokenizer there is no `tokenizer.json`, but a warning: nearly
 correct ids are worse than none.
@@ -51,8 +51,8 @@ NORMALIZER_KEY = "apr_workbench.tokenizer.normalizer"
 
 
 def unsupported_tokenizer(metadata: GgufMetadata) -> list[str]:
-    """Return a warning that says why this file has no `tokenizer.json`; an empty list if it has
-    one.
+    """Return a warning that says why no `tokenizer.json` can be built from this file; an empty list if one
+    can.
     """
     model, pre = metadata.get(MODEL_KEY), metadata.get(PRE_KEY, "default")
     if model is None and TOKENS not in metadata:
@@ -151,8 +151,8 @@ def tokenizer_json(
 
 
 def _pre_tokenizer(splits: tuple[str, ...]) -> dict[str, Any]:
-    """Return a pre-tokenizer in the form of a tokenizer.json: it splits text by each expression in
-    turn, and then encodes bytes.
+    """Return a pre-tokenizer in the form of a tokenizer.json. It splits text by one expression after the
+    other, and then encodes bytes.
     """
     cuts: list[dict[str, Any]] = [
         {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False}
@@ -245,7 +245,7 @@ def tokenizer_metadata(raw: bytes, rows: int, where: object) -> dict[str, GgufVa
 
 
 def _parse(raw: bytes, where: object) -> dict[str, Any]:
-    """Return the tokenizer as the library serialises it, in which everything has one spelling."""
+    """Return the tokenizer as the library serialises it: in this form each setting has only one spelling."""
     try:
         inner = make_inner(raw, Path(str(where)))
     except TokenizerError as error:

@@ -1,13 +1,13 @@
-"""Key/value pairs of a GGUF file: located and measured when a file is opened, decoded when they are
-used; and encoded for writing.
+"""Read and write the key/value pairs of a GGUF file. When a file is opened, positions and lengths of the values are
+read; a value is decoded when it is used.
 
     key      u64 length, UTF-8
     type     u32, a `ValueType`
     value    a scalar | string: u64 length, UTF-8 | array: u32 element type, u64 count, elements
 
 A tokenizer is two arrays of 150 thousand strings. Opening a file only reads their lengths, and
-`decode` creates the strings; numbers are unpacked as one block. So invalid UTF-8 within an array is
-found when the array is decoded, and every other fault when the file is opened.
+`decode` creates the strings; arrays of numbers are unpacked at once. So invalid UTF-8 in an array is
+found when the array is decoded, and every other error when the file is opened.
 
 This module does not import torch.
 """
@@ -59,7 +59,7 @@ NUMBER_FORMATS: dict[ValueType, str] = {
 """The `struct` format of each fixed-width type; all little-endian."""
 
 LARGEST_REAL = 1e38
-"""A smaller number is still in the fp32 range when it is rounded up in any digit."""
+"""Bound of the numbers that may be written: below it a number stays in the fp32 range when it is rounded up."""
 
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
@@ -90,7 +90,7 @@ class GgufValue(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Cursor:
-    """A position in the bytes of a file that never passes their end."""
+    """A position in the bytes of a file that never goes beyond their end."""
 
     data: bytes | mmap.mmap
     size: int
@@ -260,12 +260,12 @@ class GgufMetadata(Mapping[str, Any]):
         return key in self._entries
 
     def entry(self, key: str) -> Entry | None:
-        """Return type and length of a value, without decoding it."""
+        """Return the position, type and length of a value, without decoding it."""
         return self._entries.get(key)
 
 
 def encode_value(value: GgufValue) -> bytes:
-    """Return a type and its value as bytes of a file."""
+    """Return the bytes of a value, preceded by its type."""
     head = struct.pack("<I", value.type)
     if value.type is ValueType.STRING:
         return head + encode_string(value.value)
@@ -279,8 +279,8 @@ def encode_value(value: GgufValue) -> bytes:
 
 
 def encode_string(text: str) -> bytes:
-    """Return a text as bytes of a file: its length and its UTF-8. Raises WeightsError for a lone surrogate, as in the
-    name of a folder whose bytes are not UTF-8."""
+    """Return the bytes of a string: its length and its UTF-8. Raises WeightsError for a lone surrogate, as in a
+    folder's name that is not valid UTF-8."""
     try:
         raw = text.encode()
     except UnicodeEncodeError:

@@ -1,6 +1,6 @@
-"""Writes a GGUF file of version 3 (layout: `engine.formats.gguf`), completely or not at all.
+"""Write a GGUF file of version 3 (layout: `engine.formats.gguf`), completely or not at all.
 
-Metadata comes from a config.json and a tokenizer.json; tensors keep their order and their types.
+Metadata is built from a config.json and a tokenizer.json. Tensors keep their order and types.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from engine.formats.gguf_values import (
     quoted,
     refuse_key,
 )
-from engine.formats.writing import Placed, new_file, tensor_bytes
+from engine.formats.writing import StoredTensor, new_file, tensor_bytes
 from engine.model_families import FAMILIES
 from engine.quant.blocks import BLOCK_TYPES
 
@@ -60,7 +60,7 @@ def write_gguf(
     values = _metadata(config, tokenizer_json, metadata or {}, path)
     with new_file(path, DEFAULT_ALIGNMENT) as (file, data):
         for name, tensor in tensors:
-            kind, raw = _raw(name, tensor, path)
+            kind, raw = _dtype_and_bytes(name, tensor, path)
             data.add(name, kind, tuple(tensor.shape), raw)
         values.setdefault("general.file_type", _u32(_file_type(data.tensors)))
         file.write(_header(values, data.tensors))
@@ -84,8 +84,8 @@ def _metadata(
     if tokenizer_json is not None:
         for key, value in tokenizer_metadata(tokenizer_json, config["vocab_size"], path).items():
             if values.setdefault(key, value) != value:
-                # bos or eos: GGUF has one id both for the model's token and for the one put around
-                # a text.
+                # bos or eos: GGUF has one id for both the model's token and the token that the
+                # tokenizer adds to a document.
                 expected = f"{value.value}, as in the tokenizer's template"
                 refuse_key(path, key, expected, str(values[key].value))
     for key, value in extra.items():
@@ -97,7 +97,9 @@ def _metadata(
     return values
 
 
-def _raw(name: str, tensor: torch.Tensor | QuantTensor, path: Path) -> tuple[str, memoryview]:
+def _dtype_and_bytes(
+    name: str, tensor: torch.Tensor | QuantTensor, path: Path
+) -> tuple[str, memoryview]:
     """Return the type of a tensor, and its bytes."""
     from engine.quant.tensor import QuantTensor
 
@@ -111,7 +113,7 @@ def _raw(name: str, tensor: torch.Tensor | QuantTensor, path: Path) -> tuple[str
     return kind, tensor_bytes(tensor)
 
 
-def _header(values: Mapping[str, GgufValue], written: Mapping[str, Placed]) -> bytes:
+def _header(values: Mapping[str, GgufValue], written: Mapping[str, StoredTensor]) -> bytes:
     """Return everything before the data, padded to where the data starts."""
     parts = [struct.pack("<4sIQQ", b"GGUF", VERSION, len(written), len(values))]
     parts += [encode_string(key) + encode_value(value) for key, value in values.items()]
@@ -123,8 +125,8 @@ def _header(values: Mapping[str, GgufValue], written: Mapping[str, Placed]) -> b
     return header + bytes(-len(header) % DEFAULT_ALIGNMENT)
 
 
-def _file_type(written: Mapping[str, Placed]) -> int:
-    """Return the file type of the type that most weights in matrices have."""
+def _file_type(written: Mapping[str, StoredTensor]) -> int:
+    """Return the `general.file_type` of the type that most matrix weights have."""
     values: Counter[str] = Counter()
     for one in written.values():
         if len(one.shape) > 1:

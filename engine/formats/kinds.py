@@ -1,4 +1,4 @@
-"""Identifies a file by its first bytes, never by its name.
+"""Identify a file's format by its first bytes, never by its name.
 
     GGUF            "GGUF"
     .apr            "APR\\0"; "APRN" and "APR1" are the first version, which no loader here reads

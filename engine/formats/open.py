@@ -1,9 +1,9 @@
-"""Opens a model's weights in any format, whatever their file names are.
+"""Open a model's weights in any format, whatever their file names are.
 
 The first bytes of a file determine its format (`engine.formats.kinds`). A folder holds one model:
-safetensors as Hugging Face lays it out, or exactly one .gguf or .apr file (or the parts of one
-split .gguf). If it has a config.json, its safetensors are opened, as all other readers of such a
-folder do; a .gguf or .apr file there must be given by name. Any other folder with more than one
+safetensors in Hugging Face's layout, or exactly one .gguf or .apr file (or the parts of one
+split .gguf). If the folder has a config.json, its safetensors are opened, as other programs do;
+a .gguf or .apr file in it must be given by name. Any other folder with more than one
 candidate is refused with their names, because choosing one would be a guess.
 
 Pickles (.pt, .bin, .pth, the .metadata of a distributed checkpoint) are refused (PK01). Loading one
@@ -48,7 +48,7 @@ def open_weights(path: str | Path) -> WeightFile:
         else:
             weights = _open_file(path)
     except OSError as error:
-        # A disk error while reading; files that cannot be opened were already refused by name.
+        # A disk error while reading. Files that cannot be opened were already refused.
         refuse(path, "a readable file", error.strerror or str(error))
     return weights
 

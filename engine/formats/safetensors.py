@@ -1,4 +1,4 @@
-"""Opens, checks, reads and writes weights in safetensors files: one file, or a model folder.
+"""Open, check, read and write weights in safetensors files: one file, or a model folder.
 
 A model is one file, or a folder with `model.safetensors`, or a folder with
 `model.safetensors.index.json`, which lists the shard of each tensor. Every header is checked before
@@ -47,7 +47,7 @@ from engine.formats.weights import (
     identity_of,
     open_regular,
 )
-from engine.formats.writing import fsync_folder, tensor_bytes, tensor_parts, unwritable
+from engine.formats.writing import fsync_folder, tensor_bytes, tensor_chunks, unwritable
 from engine.model_families import ROPE_BUFFER, in_text_model
 
 if TYPE_CHECKING:
@@ -170,13 +170,13 @@ def open_index(path: Path) -> SafetensorsFolder:
 
 
 def _of_text_model(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Return the tensors by the names that they have in a language model alone, in a checkpoint that also has a vision
-    model. Tensors of other parts keep their names, and `TensorInfo.name` is always that in the file."""
+    """Return the tensors with the names of a plain language model, if the checkpoint also has a vision model. Tensors
+    outside the language model keep their names. `TensorInfo.name` is always the name in the file."""
     renamed = {in_text_model(name) or name: info for name, info in tensors.items()}
     return renamed if len(renamed) == len(tensors) else tensors
 
 
-def other_parts(tensors: Mapping[str, TensorInfo]) -> list[str]:
+def tensors_outside_language_model(tensors: Mapping[str, TensorInfo]) -> list[str]:
     """Return the tensors outside the language model of a checkpoint that also has a vision model."""
     if all(name == info.name for name, info in tensors.items()):
         return []
@@ -188,11 +188,11 @@ def other_parts(tensors: Mapping[str, TensorInfo]) -> list[str]:
 
 
 def _left_out(path: Path, tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
-    """Yield what the native decoder does not read of a file."""
+    """Yield warnings about tensors of the file that the native decoder does not read."""
     buffers = [name for name in tensors if ROPE_BUFFER.fullmatch(name)]
     if buffers:
         yield f"{path}: {_count_names(buffers, 'buffer')} of RoPE not read: config.json says the same"
-    if others := other_parts(tensors):
+    if others := tensors_outside_language_model(tensors):
         names = _count_names(others, "tensor")
         yield f"{path}: {names} outside the language model, which the native decoder does not read"
 
@@ -248,7 +248,7 @@ def tensors_sha256(tensors: Mapping[str, torch.Tensor]) -> str:
         digest.update(
             json.dumps([name, dtype_code(tensor.dtype), list(tensor.shape)]).encode() + b"\n"
         )
-        for part in tensor_parts(tensor):
+        for part in tensor_chunks(tensor):
             digest.update(part)
     return digest.hexdigest()
 
@@ -261,9 +261,9 @@ def header_bytes(
 ) -> bytes:
     """Return what precedes the data: the length of the header, and its JSON.
 
-    `tensors` are names, dtype codes and shapes, in the order of the data. Wide types come first, as
-    in the library, so each tensor starts at a multiple of its width. `spaced` puts spaces after
-    separators, as Python's JSON does by default.
+    `tensors`: names, dtype codes and shapes, in the order of the data. Wide dtypes must come first, as
+    the library writes them, so that each tensor is aligned to its element size. `spaced` puts spaces
+    after separators, as Python's JSON does by default.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -293,7 +293,7 @@ class Header:
     metadata: dict[str, str]
     file_bytes: int
     identity: tuple[int, ...] = ()
-    """Identity of the file that was read, as `engine.formats.weights` compares it."""
+    """Identity of the file that was read (`engine.formats.weights.identity_of`)."""
 
 
 def read_header(path: str | Path) -> Header:

@@ -1,8 +1,8 @@
-"""The common interface of all weight files, and how their bytes are read.
+"""Define the common interface of all weight files, and read their bytes.
 
-A weight file has names, shapes and dtypes that are known without reading data, metadata, and data
-that is read on request. A file that changes in the meantime is refused and does not kill the
-process. Three formats implement the interface, and `engine.formats.open.open_weights` selects one
+When a weight file is opened, its metadata and the names, shapes and dtypes of its tensors are read. Data
+is read on request. If a file changes after it was opened, it is refused; the process does not
+crash. Three formats implement the interface, and `engine.formats.open.open_weights` selects the format
 by the file's first bytes:
 
     format        convention   configuration                 tokenizer
@@ -16,14 +16,13 @@ with row-major data, so a linear weight is (out, in). A block-quantised tensor i
 
 Nothing in a weight file is ever executed.
 
-**Bytes are read, not mapped** (`OpenFile`). If a mapped file is truncated or replaced, the process
-dies with SIGBUS, in the middle of whatever it does. With reads, the same is a `WeightsError` that
-names the file. Before the first byte and after the last one of every read, the file is compared
-with the one whose header was checked: same inode, length and modification time.
+**Bytes are read, not memory-mapped** (`OpenFile`). If a mapped file is truncated or replaced, the process
+dies with SIGBUS. With reads, a `WeightsError` names the file instead. Before and after every read the file is
+compared with the file whose header was checked: same inode, length and modification time.
 
-Most tensors are copied to their destination at once and freed before the next one is read. The
-first touch of new memory costs several times as much as reading into it, so `Scratch` reads each
-tensor into the memory of the previous one, unless that is still in use.
+Most tensors are copied to their destination and freed before the next one is read. Touching new memory for the first
+time costs several times as much as reading into it, so `Scratch` reuses the memory of the previous tensor, unless that
+tensor is still in use.
 """
 
 from __future__ import annotations
@@ -78,9 +77,9 @@ class WeightFile(ABC):
     """Every tensor of the model by its name in the file; optimizer state is left out."""
     metadata: Mapping[str, Any]
     warnings: tuple[str, ...]
-    """Oddities of the file that are not worth refusing it for, one line each."""
+    """Warnings about the file, one line each."""
     _files: Mapping[Path, OpenFile]
-    """The files named in `tensors`."""
+    """The files that hold the tensors."""
 
     @abstractmethod
     def get(self, name: str) -> Tensor | QuantTensor:
@@ -134,23 +133,23 @@ def identity_of(descriptor: int) -> tuple[int, ...]:
 
 
 _PIECE_BYTES = 1 << 28
-"""Linux reads at most 2 GiB at once; signals are handled between two pieces."""
+"""Maximum size of one read, in bytes. Linux reads at most 2 GiB at once; signals are handled between two reads."""
 _READERS = 4
-"""Threads that read one large tensor, so that the page cache is copied at memory speed."""
+"""Number of threads that read one large tensor, so that the page cache is copied at memory speed."""
 _READER_BYTES = 4 << 20
-"""Bytes per thread; fewer do not justify another one."""
+"""Minimum number of bytes per thread."""
 
 
 _OWNERS_WHEN_FREE = 2
-"""References to an array that only `Scratch` holds: its attribute, and the argument of
+"""Number of references to an array that only `Scratch` holds: its attribute, and the argument of
 `getrefcount`.
 """
 
 
 class Scratch:
-    """Memory that the tensors of one model are read into, one after the other.
+    """Memory into which the tensors of one model are read, one after the other.
 
-    Once a tensor is kept by its user, all later ones get memory of their own: a small one must not
+    Once a caller keeps a tensor, all later tensors get new memory: a small tensor must not
     keep the memory of a large one alive.
     """
 
@@ -178,7 +177,7 @@ class Scratch:
 
 
 class OpenFile:
-    """One weight file, open from the first `read` to `close`. `identity` is that of the file whose
+    """One weight file, open from the first `read` to `close`. `identity`: identity of the file whose
     header was read.
     """
 

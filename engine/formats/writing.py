@@ -1,12 +1,12 @@
-"""Writes files completely or not at all, tensor by tensor.
+"""Write weight files tensor by tensor, each file completely or not at all.
 
-A GGUF or .apr file lists its tensors before their data, but an iterable of tensors gives them one
-at a time, perhaps quantising each only then. So the data goes to an unnamed temporary file next to
-the target (`TensorData`), the header is built when the last tensor has been seen, and the data is
-copied after it. Host memory peaks at one tensor; the disk holds the data twice while it is copied.
+A GGUF or .apr file lists its tensors before their data, but the tensors arrive one at a time, and each may be
+quantised only when it is requested. So the data is written to an unnamed temporary file next to
+the target (`TensorData`). After the last tensor the header is written to the target, and the data is
+copied after it. Peak host memory is one tensor; the disk holds the data twice during the copy.
 
-The file gets its name only when all of it is on disk. Nothing is ever overwritten, and a failed
-write leaves no file (a killed process leaves the partial file).
+The target appears under its name only when it is complete on disk. An existing file is never overwritten. A failed
+write leaves no file; a killed process leaves the partial file.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 COPY_BYTES = 1 << 22
 PART_BYTES = 1 << 25
-"""Bytes of a tensor that are in host memory at a time."""
+"""Size of the chunks in which a tensor is copied through host memory, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
+class StoredTensor:
     """The position of a tensor in the data file."""
 
     dtype: str
@@ -43,21 +43,23 @@ class Placed:
 
 
 class TensorData:
-    """Tensors stored one after the other in a file, each padded to `alignment`."""
+    """Tensor data stored one after the other in a temporary file, each tensor padded to `alignment`."""
 
     def __init__(self, file: IO[bytes], alignment: int) -> None:
-        self.tensors: dict[str, Placed] = {}
+        self.tensors: dict[str, StoredTensor] = {}
         self._file, self._alignment, self._end = file, alignment, 0
 
     def add(self, name: str, dtype: str, shape: tuple[int, ...], raw: memoryview) -> None:
         padding = -len(raw) % self._alignment
         self._file.write(raw)
         self._file.write(bytes(padding))
-        self.tensors[name] = Placed(dtype=dtype, shape=shape, offset=self._end, bytes=len(raw))
+        self.tensors[name] = StoredTensor(
+            dtype=dtype, shape=shape, offset=self._end, bytes=len(raw)
+        )
         self._end += len(raw) + padding
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield what was written, from the beginning."""
+        """Yield the written bytes from the beginning, in chunks."""
         self._file.seek(0)
         while piece := self._file.read(COPY_BYTES):
             yield piece
@@ -65,8 +67,8 @@ class TensorData:
 
 @contextmanager
 def new_file(path: Path, alignment: int) -> Iterator[tuple[IO[bytes], TensorData]]:
-    """Yield a file to write, under another name, and temporary storage for its tensors. The file becomes `path` when
-    all of it is on disk, and is removed if anything fails. Raises `WeightsError`, `DiskFull`.
+    """Yield a file with a temporary name to write to, and temporary storage for its tensors. The file is renamed to
+    `path` when it is complete on disk, and removed if anything fails. Raises `WeightsError`, `DiskFull`.
     """
     if os.path.lexists(path):
         raise unwritable(path, FileExistsError(errno.EEXIST, "exists"))
@@ -89,7 +91,7 @@ def new_file(path: Path, alignment: int) -> Iterator[tuple[IO[bytes], TensorData
 
 
 def unwritable(path: Path, error: OSError) -> BadInput:
-    """Return the error for a write that the system refused: `DiskFull` or `WeightsError`."""
+    """Return the exception for a failed write: `DiskFull` or `WeightsError`."""
     reason = str(error.strerror)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFull.expected("weights to write", path, "room for them", reason)
@@ -115,10 +117,10 @@ def tensor_bytes(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> memo
     return flat.view(torch.uint8).numpy().data
 
 
-def tensor_parts(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor in row-major order, part by part; each is valid until the next one is requested.
+def tensor_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in row-major order in chunks. A chunk is valid until the next one is requested.
 
-    The next part is copied from a GPU, on the current stream, while the caller uses the current one.
+    The next chunk is copied from a GPU on the current stream while the caller uses the current chunk.
     """
     import torch
 

@@ -1,9 +1,9 @@
 """Stream the text of completions, and handle stop strings.
 
-A token is not a character: a byte-level tokenizer may split one in the middle, and a stop string may begin in
-one token and end in another. So text is decoded from all tokens of a sequence, and given out only as far as
-later tokens cannot change it: never a trailing part of a character, or a trailing prefix of a stop
-string. The pieces, joined, are the completion: the text before the first stop string, or before the
+A byte-level tokenizer may split a character between two tokens, and a stop string may begin in
+one token and end in another. So the text is decoded from all tokens of a sequence, and only the part that later
+tokens cannot change is yielded: an incomplete character or a beginning of a stop string at the end is
+held back. The yielded pieces together are the completion: the text before the first stop string, or before the
 end-of-text token.
 """
 
@@ -20,14 +20,14 @@ from engine.generation.sampling import GREEDY, Sampling
 from engine.models.decoder import Decoder
 
 _INCOMPLETE = "\ufffd"
-"""The decoded form of an incomplete character."""
+"""Replacement character that an incomplete character is decoded to."""
 
 
 class Piece(NamedTuple):
     """The next part of one completion."""
 
     prompt: int
-    """Index of the prompt it continues."""
+    """Index of the prompt that the completion continues."""
     text: str
     ended: Ended | None
     tokens: int
@@ -36,14 +36,14 @@ class Piece(NamedTuple):
 
 @dataclass(slots=True)
 class StopText:
-    """The text of one sequence, and how much of it is final."""
+    """The text of one sequence, and how much of it has been yielded."""
 
     stops: Sequence[str]
     text: str = ""
     """The text before the first stop string."""
     stopped: bool = False
     given: int = field(default=0)
-    """Number of characters given out."""
+    """Number of characters already yielded."""
 
     def update(self, text: str) -> None:
         """Set the text, decoded from all tokens so far."""
@@ -52,7 +52,7 @@ class StopText:
         self.text = text[: min(starts)] if starts else text
 
     def take_final(self, *, last: bool) -> str:
-        """Return the text that was not given out yet and cannot change; all that is left if this is
+        """Return the text that was not yielded yet and cannot change any more; all remaining text if this is
         the `last` call.
         """
         end = len(self.text)
@@ -65,14 +65,14 @@ class StopText:
 
 
 def _prefix_length(stop: str, text: str) -> int:
-    """Return the length of the longest proper prefix of `stop` that the text ends with."""
+    """Return the length of the longest proper prefix of `stop` with which the text ends."""
     sizes = range(min(len(stop) - 1, len(text)), 0, -1)
     return next((size for size in sizes if text.endswith(stop[:size])), 0)
 
 
 def end_ids(decoder: Decoder, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the ids that end a text: those of the model's configuration, else the tokenizer's end
-    of text.
+    """Return the end-of-text ids: from the model's configuration, or if it has none, from the
+    tokenizer.
     """
     return decoder.config.eos_token_ids or (tokenizer.end_of_text_id,)
 
@@ -93,7 +93,7 @@ def complete(
     says how it ended.
 
     For the arguments and errors see `generate`. A model with a padded embedding may choose an id
-    beyond its tokenizer's; it has no text.
+    that its tokenizer does not have; this id is decoded to nothing.
     """
     if "" in stops:
         raise BadInput.expected("stop string", repr(""), "at least one character", "none")

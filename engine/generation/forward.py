@@ -1,17 +1,18 @@
-"""The forward passes of generation: prompts into the KV cache, and one token of every slot on top of it.
+"""Run the forward passes of generation: prompts, whose keys and values go into the KV cache, and decode steps with one
+token of every slot.
 
-    NativeForward         our decoder on a paged cache, on any device; the reference
+    NativeForward         our decoder with a paged cache, on any device; the reference implementation
     TransformersForward   a model of transformers with its own cache, one sequence at a time
 
-A step always runs all slots, some of them idle, and a prompt's matmuls have a shape that depends on its
-length and on the number of slots alone. So matmuls have the same shape whatever else runs, and a sequence
-does not depend on the others: on a CPU to the bit.
+A step always runs all slots, idle ones included, and the shape of a prompt's matmuls depends only on the prompt's
+length and on the number of slots. So the shapes do not depend on what the other slots run, and neither does a
+sequence: on a CPU it is bit-identical.
 
 On a CPU a prompt is run by itself, in parts of PART tokens. On a GPU several prompts share one pass of a
 fixed number of tokens, packed (`engine.models.attention`), where the dtype allows that.
 
-Attention reads a cache by pages (`engine.kernels.paged_attention`) on a GPU with Triton. Elsewhere torch
-attends to the gathered pages; sequences with the same number of pages are computed together.
+On a GPU with Triton, attention reads the pages of the cache by a kernel (`engine.kernels.paged_attention`). Elsewhere
+pages are gathered and torch computes attention, for all sequences with the same number of pages together.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ from engine.models.transformers_decoder import TransformersDecoder
 PART = 2048
 """Number of tokens of a prompt that are run at once on a CPU."""
 PACK_PER_SLOT, PACK_MIN, PACK_MAX = 64, 256, 4096
-"""Tokens of a packed pass over prompts: per slot, and the minimum and maximum of a pass."""
+"""Number of tokens of a packed pass over prompts: per slot, minimum and maximum of a pass."""
 MAX_PACKED_PROMPTS = 64
 """Largest number of prompts in a packed pass."""
 
 
 class Start(NamedTuple):
-    """A prompt to be run."""
+    """A prompt to run."""
 
     slot: int
-    """The slot whose pages its keys and values go to."""
+    """Slot in whose pages the prompt's keys and values are stored."""
     tokens: Sequence[int]
     pages: Sequence[int]
 
@@ -66,7 +67,7 @@ class Forward(Protocol):
         ...
 
     def refresh(self) -> None:
-        """Copy the model's weights again, where the forward pass has copies of them."""
+        """Update the forward pass's copies of the model's weights, if it has any."""
         ...
 
 
@@ -109,10 +110,11 @@ class NativeForward:
         return self._logits(hidden_B1D[:, 0])
 
     def refresh(self) -> None:
-        """Do nothing: the weights are the model's own."""
+        """Do nothing: there are no copies of the weights."""
 
     def _logits(self, hidden_ND: Tensor) -> Tensor:
-        """Return logits in fp32 where a GPU has them: in 16 bits log-probabilities would lose their digits."""
+        """Return logits in fp32 if the GPU's matmul can return them: in 16 bits log-probabilities would be too
+        imprecise."""
         if self._device.type == "cpu":
             return self._decoder.logits_of(hidden_ND)
         return logits_of(hidden_ND, head_of(self._decoder), self._decoder.config.vocab_size)
@@ -163,7 +165,7 @@ class NativeForward:
         ]
         pages += [0] * padding
         ends = [0]
-        # Empty documents fill up to a fixed number, so that no shape depends on the number of prompts.
+        # Add empty documents up to a fixed number, so that no shape depends on the number of prompts.
         for size in [*sizes, padding, *[0] * (self._prompts - len(sizes))]:
             ends.append(ends[-1] + size)
         last_tokens = [end - 1 for end in ends[1 : 1 + len(sizes)]]
@@ -183,7 +185,7 @@ class NativeForward:
 
 
 def _packs(starts: Sequence[Start], tokens: int, prompts: int) -> list[list[Start]]:
-    """Split prompts into passes of at most `tokens` tokens and `prompts` prompts; a longer prompt is alone."""
+    """Split prompts into passes of at most `tokens` tokens and `prompts` prompts. A longer prompt gets its own pass."""
     packs: list[list[Start]] = []
     left = 0
     for start in starts:
@@ -202,7 +204,8 @@ def _page_of_each_token(pages: Sequence[int], tokens: int) -> list[int]:
 
 
 class _PackedLayer:
-    """Prompts in one row: attention to the row's own keys, which also go into the pages."""
+    """Cache of a layer for prompts packed in one row: attention to the row's keys, which are also stored in the
+    pages."""
 
     def __init__(
         self, keys: Tensor, values: Tensor, page_1T: Tensor, place_1T: Tensor, packing: Packing
@@ -219,7 +222,7 @@ class _PackedLayer:
 
 
 class _PagedLayer:
-    """One token of each slot: attention to its pages by our kernel."""
+    """Cache of a layer for one token of each slot: attention to the slot's pages by the engine's kernel."""
 
     def __init__(self, keys: Tensor, values: Tensor, table_BS: Tensor, position_B: Tensor) -> None:
         self._cache = (keys, values, table_BS, position_B)
@@ -258,7 +261,7 @@ def _group_by_pages(position_BT: Tensor, pages_BS: Tensor) -> list[_Group]:
 
 
 class _TorchLayer:
-    """Attention by torch: each sequence's pages, joined."""
+    """Cache of a layer with attention by torch: the pages of each sequence are gathered."""
 
     def __init__(
         self,
@@ -300,7 +303,7 @@ class _TorchLayer:
 
 
 class TransformersForward:
-    """A model that transformers runs, with the cache that it keeps for each slot."""
+    """A model that transformers runs, with one of transformers' caches for each slot."""
 
     def __init__(self, decoder: TransformersDecoder, slots: int) -> None:
         self._model: Any = decoder.model
@@ -321,13 +324,15 @@ class TransformersForward:
         return torch.stack([logits.get(slot, blank_V) for slot in range(len(self._tokens))])
 
     def refresh(self) -> None:
-        """Do nothing: the weights are the model's own."""
+        """Do nothing: there are no copies of the weights."""
 
     def _next(self, slot: int, new: list[int]) -> Tensor:
         self._tokens[slot] += new
         cache: dict[str, Any] = {}
         if self._pasts[slot] is None:
-            new = self._tokens[slot]  # no cache yet, or a model without one: run all tokens again
+            new = self._tokens[
+                slot
+            ]  # no cache yet, or a model without a cache: run all tokens again
         else:
             cache["past_key_values"] = self._pasts[slot]
         tokens_BT = torch.tensor([new], device=self._device)

@@ -1,12 +1,12 @@
-"""A decode step of a dense model on a GPU in few kernels: eight a layer, four of them matmuls.
+"""Run a decode step of a dense model on a GPU in few kernels: eight per layer, four of them matmuls.
 
     norm | q k v | place | attend | o | add, norm | gate up | gate | down | add, norm ...
 
-The decoder's own step takes about thirty, and with a small model most of the time is between kernels. q, k and
-v are one matmul, and so are gate and up: their matrices are adjacent in memory.
+A step of `Decoder` launches about thirty kernels per layer, and with a small model most of the time passes between
+kernels. q, k and v are one matmul, and so are gate and up: their matrices are adjacent in memory.
 
-`JoinedWeights` are those matrices. A model in the same 16-bit dtype is not copied: its parameters become views
-of the joined ones. A model in fp32 is copied once, and `refresh` copies it again, after an update.
+`JoinedWeights` holds the joined matrices. A model in the same 16-bit dtype is not copied: its parameters become views
+of the joined matrices. The weights of a model in fp32 are copied, and `refresh` copies them again after an update.
 
 Covered: models for which `coverage` returns None. All others run in `engine.generation.forward`.
 """
@@ -36,7 +36,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 def coverage(decoder: Decoder, dtype: torch.dtype | None = None) -> str | None:
-    """Return why a step of this decoder, in `dtype`, cannot be run in few kernels, or None if it can."""
+    """Return why a step of this decoder in `dtype` cannot be run by `FusedForward`; None if it can."""
     config, dtype = decoder.config, dtype or decoder.dtype
     if not has_kernels(device_of(decoder)):
         return "the model is not on a GPU with Triton"
@@ -55,7 +55,7 @@ def coverage(decoder: Decoder, dtype: torch.dtype | None = None) -> str | None:
 
 
 def why_not(config: ModelConfig) -> str | None:
-    """Return why the kernels do not compute models of this configuration, or None if they do."""
+    """Return why the kernels do not support models of this configuration; None if they do."""
     if config.kind.has_post_norms:
         return "it normalises the outputs of attention and mlp"
     if config.kind.norm_offset or config.kind.embeddings_scaled:
@@ -102,13 +102,13 @@ class JoinedWeights:
 
     def __init__(self, decoder: Decoder, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        # Not in inference mode, because a parameter that becomes a view may still be trained.
+        # Leave inference mode: a parameter that becomes a view may still be trained.
         with torch.inference_mode(False), torch.no_grad():
             self._join_all(decoder)
 
     def _join_all(self, decoder: Decoder) -> None:
         self._copies: list[tuple[Tensor, Tensor]] = []
-        """Pairs of a part of a copy and the parameter that it is copied from."""
+        """Pairs of a slice of a joined matrix and the parameter that is copied to it."""
         self.layers = [self._layer(layer) for layer in decoder.layers]
         owner = decoder.embed if decoder.head is None else decoder.head
         self.head_VD = self._join([owner]).weight_ND
@@ -142,7 +142,7 @@ class JoinedWeights:
         return _Joined(weight, self._join_tensors(modules, "bias"))
 
     def _join_tensors(self, modules: Sequence[nn.Module], name: str) -> Tensor | None:
-        """Return the tensors `name` of all modules as one."""
+        """Return the tensors `name` of all modules, concatenated."""
         parts = [getattr(module, name, None) for module in modules]
         tensors = [part for part in parts if isinstance(part, Tensor)]
         if not tensors:
@@ -173,7 +173,7 @@ def _weight(module: nn.Module) -> Tensor:
 
 
 class FusedForward(NativeForward):
-    """Our decoder on a paged cache, with steps in few kernels. Prompts are run by the decoder itself."""
+    """Our decoder with a paged cache, whose steps are run in few kernels. Prompts are run by `Decoder`."""
 
     def __init__(self, decoder: Decoder, cache: PagedCache) -> None:
         super().__init__(decoder, cache)

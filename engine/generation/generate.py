@@ -1,16 +1,17 @@
 """Generate text from a model, many sequences at once.
 
-    slots       sequences that run at the same time; when one ends, its slot is given to the next prompt
-    prompt      run at once into the pages of its slot; equal prompts that begin together are run once
-    step        one token of every slot, chosen on the device
+    slots       the sequences that run at the same time; when one ends, the next prompt gets its slot
+    prompt      run in one go, its keys and values stored in the slot's pages; equal prompts that begin together are
+                run once
+    step        computes one token of every slot; tokens are chosen on the device
 
-A sequence depends on its prompt, its key, the seed and the weights, and on the number of slots, which is
-part of a matmul's shape; on nothing that the other slots do (`engine.generation.forward`).
+A sequence depends on its prompt, its key, the seed, the weights, and the number of slots, which is
+part of a matmul's shape. It does not depend on the other slots' sequences (`engine.generation.forward`).
 
 On a GPU the device is up to AHEAD steps ahead of the host. When the host finds a stop string, the tokens after it are
 dropped.
 
-NaN or infinite logits raise `NoAnswer`: the argmax of NaN looks like any other token. The tokens before
+NaN or infinite logits raise `NoAnswer`, because the argmax of NaN looks like any other token. Earlier tokens
 are not lost: they were already yielded.
 
 Not covered: beam search, penalties.
@@ -41,10 +42,10 @@ SLOTS = 8
 AHEAD = 2
 """Largest number of steps that the GPU may be ahead of the host."""
 FREE_SHARE = 8
-"""Inverse of the share of slots that must be free for new prompts to begin: a pass over prompts costs about as much
-for one as for several."""
+"""Inverse of the share of slots that must be free before new prompts begin: a pass over one prompt costs about as
+much as a pass over several."""
 MEMORY_SHARE = 0.9
-"""Largest part of a GPU's free memory that the cache takes."""
+"""Maximum share of a GPU's free memory that the cache may take, 0 to 1."""
 
 Ended = Literal["end_of_text", "stop", "length"]
 
@@ -56,16 +57,16 @@ class Generated(NamedTuple):
     """Index of the prompt it continues."""
     token: int
     ended: Ended | None
-    """The reason why this is the sequence's last token; None if it is not. With `end_of_text` the token itself
-    is the end.
+    """Reason why this is the sequence's last token; None if it is not the last. For `end_of_text` this token is the
+    end-of-text token.
     """
     log_p: float
-    """Its log-probability, in nats (`engine.generation.sampling`)."""
+    """Log-probability of the token, in nats (`engine.generation.sampling`)."""
 
 
 Stop = Callable[[int, Sequence[int]], bool]
-"""Called after each token with the index of the prompt and its tokens so far; returns whether the
-sequence ends.
+"""Function that is called after each token with the index of the prompt and the tokens so far; it returns whether the
+ence ends.
 """
 
 
@@ -74,7 +75,7 @@ class _Sequence:
     index: int
     pages: list[int]
     limit: int
-    """Number of tokens to generate at most."""
+    """Maximum number of tokens to generate."""
     tokens: list[int]
     asked: int = 0
     """Number of tokens requested from the device, at most the limit."""
@@ -97,8 +98,8 @@ def generate(
     """Yield the tokens of each prompt's continuation as they are generated; sequences are
     interleaved.
 
-    `keys` name the sequences for sampling (default: their index). `rows` of the `slots` are used (default:
-    all). For the others see `Generator`; its cache has room for these prompts.
+    `keys`: keys of the sequences for random draws (default: their index). `rows`: number of the `slots` that are used
+    (default: all). For the other arguments see `Generator`; its cache is sized for these prompts.
 
     Raises BadInput for a prompt that is empty or too long for the model, and what `Generator` raises.
     """
@@ -121,11 +122,11 @@ def generate(
 class Generator:
     """A model ready to generate: its slots, their cache, and the graph of a step.
 
-    `capacity` is the largest number of tokens of a sequence, its prompt included. The cache has `pages` pages, by
-    default what all slots may need; fewer where `cache_bytes` or the free memory of a GPU holds fewer: then some
-    sequences wait. A model in fp32 may compute in 16 bits, `dtype`.
+    `capacity`: maximum number of tokens of a sequence, its prompt included. `pages`: number of pages of the cache, by
+    default as many as all slots may need. If `cache_bytes` or the free memory of a GPU is too small, there are fewer,
+    and some sequences wait. `dtype`: dtype of the computation; a model in fp32 may compute in 16 bits.
 
-    Raises BadInput where the cache does not hold one sequence of `capacity` tokens.
+    Raises BadInput if the cache cannot hold one sequence of `capacity` tokens.
     """
 
     def __init__(
@@ -200,7 +201,7 @@ class Generator:
 
 
 class _Run:
-    """The sequences of one call, waiting or in a slot."""
+    """The sequences of one call: those that wait and those in a slot."""
 
     def __init__(
         self,
@@ -244,7 +245,7 @@ class _Run:
                     break
 
     def abandon(self) -> None:
-        """Stop the sequences that still run, and release their pages."""
+        """Stop the running sequences, and release their pages."""
         running = [
             (slot, sequence) for slot, sequence in enumerate(self._running) if sequence is not None
         ]
@@ -286,14 +287,14 @@ class _Run:
             raise not_finite(f"sequence {index}", bad, self._ids)
 
     def _may_admit(self) -> bool:
-        """Return whether new sequences should begin now."""
+        """Return whether to begin new sequences now."""
         free = self._running.count(None)
         if not self._waiting or not free:
             return False
         return free * FREE_SHARE >= len(self._running) or free >= len(self._waiting)
 
     def _admit(self) -> tuple[Chosen, list[tuple[int, _Sequence]]] | None:
-        """Begin sequences in free slots, as many as there are pages for."""
+        """Begin sequences in free slots, as far as the free pages suffice."""
         if not self._may_admit():
             return None
         admitted: list[Admitted] = []
@@ -355,7 +356,7 @@ def _pages(
 
 
 def not_finite(where: str, bad: int, ids: int) -> NoAnswer:
-    """Return the error for `bad` of `ids` logits that are not finite."""
+    """Return the exception for `bad` non-finite logits among `ids`."""
     return NoAnswer(
         f"generate: {where} — expected finite logits, found {bad:,} of {ids:,} NaN or infinite"
     )

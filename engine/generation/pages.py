@@ -1,11 +1,11 @@
-"""The KV cache, in pages of 64 tokens.
+"""Hold the KV cache in pages of 64 tokens.
 
 A sequence has a list of pages, which need not be adjacent: its token at position p is in entry p % 64
-of its page p // 64. A sequence gets all pages that it may need when it begins, and returns them when it
+of its page p // 64. A sequence gets all pages that it may need when it begins, and releases them when it
 ends, so it cannot run out of pages. Sequences with the same prompt share the pages that the prompt
-fills; each has its own from there on.
+fills completely; their further pages are separate.
 
-Page 0 belongs to no sequence: idle slots write there.
+Page 0 belongs to no sequence: idle slots write to it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine.models.config import ModelConfig
 
 
 class PagePool:
-    """The numbers of the pages that are free, and how many sequences hold each of the others."""
+    """The free pages, and the number of sequences that hold each other page."""
 
     def __init__(self, count: int) -> None:
         self._free = list(range(count - 1, 0, -1))

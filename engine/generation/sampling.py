@@ -1,18 +1,19 @@
 """Choose the next token from logits.
 
-    p = softmax(logits / temperature)
-    of these the top_k largest, of those the fewest that reach top_p, of those the ones with at least
-    min_p of the largest probability
+    p = softmax(logits / temperature), then in this order:
+    top_k    keep the top_k largest probabilities
+    top_p    keep the fewest of these that together reach top_p
+    min_p    keep those of these that are at least min_p times the largest
 
 Greedy (temperature 0) takes the largest logit. Equal logits are ordered by id, the lowest first.
 
 A draw takes one uniform number u: the token is the first, in the order of ids, at which the sum of the
-kept probabilities exceeds u times their total. u is a function of (seed, key, number of the token), by
-SplitMix64 (Steele, Lea, Flood 2014): so a sequence gets the same numbers in any slot and on any device,
-and no state has to be kept.
+kept probabilities exceeds u times their total. u is a function of (seed, key, index of the token), by
+SplitMix64 (Steele, Lea, Flood 2014). So a sequence gets the same numbers in any slot and on any device,
+without a generator state.
 
-The log-probability of a token is that of softmax(logits / temperature), before anything is left out;
-of softmax(logits) for a greedy token.
+The log-probability of a drawn token is taken from softmax(logits / temperature), before tokens are left out; that of a
+greedy token from softmax(logits).
 
 `choose` is the reference, in fp64. On a GPU `engine.kernels.choose` does the same in fp32.
 """
@@ -32,7 +33,7 @@ from engine.errors import BadInput
 # Shapes: B rows, V vocabulary
 
 LEFT_OUT = -1e30
-"""Logit of a token that cannot be drawn: finite, so that it does not count as a non-finite logit."""
+"""Value that replaces the logit of a token that cannot be drawn; finite, so as not to count as a non-finite logit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +87,7 @@ _WORD = (1 << 64) - 1
 
 
 def row_key(seed: int, key: object) -> int:
-    """Return the 64 bits that name a sequence, as a signed integer."""
+    """Return the 64-bit key of a sequence as a signed integer."""
     digest = hashlib.sha256(f"{seed}/{key}".encode()).digest()
     return int.from_bytes(digest[:8], "big", signed=True)
 
@@ -110,14 +111,14 @@ def choose(logits_BV: Tensor, sampling: Sampling, uniform_B: Tensor) -> Choice:
         scores_BV = scores_BV / sampling.temperature
     log_p_BV = scores_BV.log_softmax(-1)
     if sampling.greedy:
-        # The first of equal maxima: argmax of the scores may return any of them.
+        # Take the first of equal maxima: argmax of the scores may return any of them.
         token_B = (scores_BV == scores_BV.amax(-1, keepdim=True)).int().argmax(-1)
     else:
         kept_BV = truncate(scores_BV, sampling).softmax(-1)
         sum_BV = kept_BV.cumsum(-1)
         target_B1 = uniform_B[:, None] * sum_BV[:, -1:]
         token_B = torch.searchsorted(sum_BV, target_B1, right=True)[:, 0]
-        # Rounding may put a target at the very end; then the last token that can be drawn is taken.
+        # Rounding may put a target at the very end: then take the last token that can be drawn.
         id_V = torch.arange(kept_BV.shape[-1], device=kept_BV.device)
         token_B = torch.minimum(token_B, torch.where(kept_BV > 0, id_V, 0).amax(-1))
     return Choice(token_B, log_p_BV.gather(-1, token_B[:, None])[:, 0].float(), bad_B)

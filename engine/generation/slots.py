@@ -1,7 +1,7 @@
-"""The slots of a generation: what the device keeps of each sequence, and the steps of all of them.
+"""Keep the state of all running sequences on the device, and run their steps. Each sequence has a slot.
 
     begin     runs prompts into some slots and chooses their first tokens
-    step      runs one token of every slot and chooses the next; as a CUDA graph where our kernels run
+    step      runs one token of every slot and chooses the next; with the engine's kernels as a CUDA graph
     stop      makes slots idle
 
 Tokens are chosen on the device and copied to the host, which may read them some steps later (`Chosen`). A
@@ -37,7 +37,7 @@ from engine.models.transformers_decoder import TransformersDecoder
 # Shapes: B slots, N slots that begin, V vocabulary, E ends of text
 
 HISTORY = 8
-"""Largest number of launched steps and prompt passes whose tokens the host has not read yet."""
+"""Maximum number of launched steps and prompt passes whose tokens the host has not read yet."""
 
 
 class Admitted(NamedTuple):
@@ -49,11 +49,11 @@ class Admitted(NamedTuple):
     limit: int
     pages: list[int]
     like: int | None
-    """Index in the list of an earlier sequence with the same prompt, whose pages already hold it; None without one."""
+    """Index in the list of an earlier sequence with the same prompt, whose pages hold it; None if there is none."""
 
 
 class Chosen(NamedTuple):
-    """The tokens of one step, on their way to the host."""
+    """The tokens of one step, which are being copied to the host."""
 
     both_2B: Tensor
     """int32 in host memory: tokens, and the bits of their log-probabilities."""
@@ -71,7 +71,7 @@ class Chosen(NamedTuple):
 
 
 class Slots:
-    """The slots of one generation. `capacity` is the largest number of tokens of a sequence, `pages` the size of
+    """The slots of one generation. `capacity`: maximum number of tokens of a sequence; `pages`: number of pages of
     the cache.
     """
 
@@ -132,8 +132,8 @@ class Slots:
         self._forward.refresh()
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
-        """Return autocast if the model computes in another dtype than its weights have. Its cache of casts ends with
-        the context, so that a step casts the weights of the last update.
+        """Return an autocast context if the model computes in another dtype than its weights have. Autocast's cache of
+        cast weights ends with the context, so that a step uses the weights of the last update.
         """
         if not self._casts:
             return contextlib.nullcontext()
@@ -193,7 +193,7 @@ class Slots:
         return self._copy_to_host()
 
     def _copy_shared(self, admitted: Sequence[Admitted]) -> None:
-        """Copy the page that a prompt fills in part to the sequences that share the prompt."""
+        """Copy the prompt's last, partly filled page to the sequences that share the prompt."""
         assert self.cache is not None
         pairs = [
             (
@@ -225,14 +225,16 @@ class Slots:
         self._choose(logits_BV, self._all_slots, self._all_slots)
 
     def _capture(self) -> None:
-        """Run one step, so that everything is allocated and loaded, and capture the next. All slots are idle."""
+        """Run one step, so that all memory is allocated and all kernels are loaded, and capture the next as a CUDA
+            graph. All
+        slots must be idle."""
         stream: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             self._run()
             torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile, for example to hash a model.
+        # Other threads may use the device during the capture, for example to hash a model.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             self._run()
         self._graph = graph

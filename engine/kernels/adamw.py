@@ -43,8 +43,8 @@ _ALIGNED = 16
 
 @triton.jit
 def _at(table_ptr, field: tl.constexpr, tensors, tensor, begin):
-    """Return a pointer to a program's part of a tensor. Tensors are aligned, and so are their
-    parts.
+    """Return a pointer to a program's block of a tensor. Tensors are aligned, and so are their
+    blocks.
     """
     address = tl.load(table_ptr + field * tensors + tensor)
     return tl.multiple_of((address + begin * 4).to(tl.pointer_type(tl.float32)), 16)
@@ -130,7 +130,7 @@ def _adamw(
     eps,
     BLOCK: tl.constexpr,
 ):
-    """`keep` is 1 - lr decay; `rest1` and `rest2` are 1 - b1 and 1 - b2."""
+    """Run one program of the update. `keep` is 1 - lr decay; `rest1` and `rest2` are 1 - b1 and 1 - b2."""
     if tl.load(skip_ptr) != 0:
         return
     program = tl.program_id(0)
@@ -178,7 +178,7 @@ UPDATE = compiled_as(
     BLOCK=BLOCK,
 )
 VARIANTS = (SQUARES, COUNT, UPDATE)
-"""The kernels that a run launches."""
+"""Variants of the kernels that a run launches."""
 
 
 class Parts:

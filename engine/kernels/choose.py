@@ -1,11 +1,11 @@
-"""Chooses the next token of each row of logits on the device, as `engine.generation.sampling.choose` does in fp64.
+"""Choose the next token of each row of logits on the device, as `engine.generation.sampling.choose` does in fp64.
 
-    _sums      per part of a row: the largest score, its lowest id, the sum of exponentials, and how many
-               logits are not finite
-    _choose    joins the parts of a row, chooses its token, and writes the state of its slot
+    _sums      per chunk of a row: the largest score, the lowest id that has it, the sum of exponentials, and
+               the number of logits that are not finite
+    _choose    combines the chunks of a row, chooses its token, and writes the state of its slot
 
-A draw finds the part in which the sum of probabilities exceeds its share, and the token in it: logits are
-read once, and one part of them again. Sums of parts are joined in fp64.
+To draw a token, `_choose` finds the chunk in which the cumulative probability exceeds the uniform number, and then the
+token in it. So logits are read once, and one chunk of them twice. The chunks' sums are added in fp64.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ class SlotState(NamedTuple):
     token_B: Tensor
     """int64: the last token, the input of the next step."""
     position_B: Tensor
-    """int32: where that token belongs; negative: idle."""
+    """int32: position of the last token; negative if the slot is idle."""
     count_B: Tensor
-    """int32: tokens generated so far."""
+    """int32: number of tokens generated so far."""
     limit_B: Tensor
-    """int32: tokens to generate."""
+    """int32: maximum number of tokens to generate."""
     key_B: Tensor
-    """int64: names the sequence in draws."""
+    """int64: key of the sequence for random draws."""
     chosen_B: Tensor
-    """int32: the token, or minus the number of logits that are not finite."""
+    """int32: the chosen token, or minus the number of logits that are not finite."""
     log_p_B: Tensor
-    """float32: its log-probability."""
+    """float32: log-probability of the chosen token."""
 
 
 @triton.jit
@@ -79,7 +79,7 @@ def _sums(
     total = tl.sum(tl.exp(x_E - largest), axis=0)
     at = row * tl.num_programs(0) + tl.program_id(0)
     bad = 0
-    # NaN shows in the sum, plus infinity in the largest, and minus infinity in the least.
+    # NaN is detected by the sum, plus infinity by the largest logit, and minus infinity by the smallest.
     if (least == float("-inf")) | (largest == float("inf")) | (total != total):
         finite_E = tl.abs(x_E) < float("inf")
         bad = tl.sum((there_E & (finite_E == 0)).to(tl.int32), axis=0)
@@ -147,7 +147,7 @@ def _choose(
         target = _uniform(tl.load(key_ptr + slot), count.to(tl.int64)) * total
         upto_P = tl.cumsum(share_P, axis=0)
         part = tl.sum((there_P & (upto_P <= target)).to(tl.int32), axis=0)
-        # Rounding may carry a target past the end: then the last part with any probability.
+        # Rounding may move the target beyond the end: then take the last chunk with any probability.
         part = tl.minimum(part, tl.max(tl.where(share_P > 0, part_P, 0), axis=0))
         before = tl.sum(tl.where(part_P < part, share_P, 0.0), axis=0)
         id_E = part * SIZE + tl.arange(0, SIZE)
@@ -184,10 +184,10 @@ def choose(
     state: SlotState,
     temperature: float,
 ) -> None:
-    """Choose a token for each slot in `slot_N` (int32) by the row of logits in `source_N` (int32), the
-    likeliest at temperature 0, and write it to `state`. Idle slots stay as they are.
+    """Choose a token for each slot in `slot_N` (int32) from the row of logits given in `source_N` (int32), and
+    write it to `state`. At temperature 0 take the most likely token. Idle slots are unchanged.
 
-    `ends_E` (int32) are the ids after which a slot is idle, in a number that is a power of two.
+    `ends_E` (int32): the ids after which a slot becomes idle; E is a power of two.
     """
     ids, rows = logits.shape[1], len(slot_N)
     parts = cdiv(ids, IDS)

@@ -1,4 +1,4 @@
-"""The run log's record of a compilation.
+"""Define the run log's record of a compilation.
 
     CompileRecord   one compilation: kernel, duration, disk cache hit, before or after warm-up
     KernelCounts    one kernel in a summary
@@ -20,19 +20,19 @@ class CompileRecord:
 
     kernel: str
     key: str
-    """Everything that the kernel was compiled for, as text."""
+    """The variant that was compiled: types, constants and target, as a string."""
     digest: str
-    """The key as 16 hex digits."""
+    """Digest of the kernel's key, 16 hex digits."""
     seconds: float
     disk_hit: bool
-    """Whether it came from a cache on disk."""
+    """Whether the kernel was loaded from Triton's cache on disk."""
     after_warm_up: bool
     differs: tuple[tuple[str, str, str], ...] = ()
     """For a compilation after warm-up, the differences from the most similar warmed one, each as
     (field, value, warmed value).
     """
     reason: str | None = None
-    """Another reason why it was not warmed."""
+    """Reason why it was not warmed, if it is not one of the differences."""
 
     def lines(self) -> list[str]:
         """Return the record as text, as every user interface prints it."""
@@ -55,7 +55,7 @@ class KernelCounts:
     hits: int
     """Launches of a kernel that was already compiled."""
     misses: int
-    """Variants that were not, whether launched or warmed."""
+    """Variants that were compiled or loaded, by a launch or by warm-up."""
     disk_hits: int
     """Misses served from the cache on disk."""
     after_warm_up: int

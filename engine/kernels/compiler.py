@@ -1,4 +1,4 @@
-"""Compiled kernels: their keys, and the verification of a compiled kernel against its key. Needs no GPU.
+"""Compile kernels under keys, and verify a compiled kernel against its key. Needs no GPU.
 
     Variant                     + target, compiler  ->  KernelKey
     function, argument types,                           the same, with the source as its hash: can be
@@ -15,13 +15,13 @@ Two variants are equal exactly if their keys are. Python's own `==` is too loose
 1, 1.0 and True as equal, and -0.0 and 0.0, and Triton compiles each of them differently. So
 constants are compared by their `repr`.
 
-Not in the key, because not in the code: sizes and strides passed as runtime arguments. Kernels are
-never specialised on the values of integers, and every pointer is aligned to 16 bytes, which each
+Sizes and strides are runtime arguments. They are not in the key, because the generated code does not depend on
+them: kernels are never specialised on the values of integers. Every pointer must be aligned to 16 bytes, which each
 launch checks.
 
-**Bodies** are compiled kernels, from Triton or its cache on disk. Triton keeps a body in a folder
-named by Triton's own hash. The compiled function is named by the digest of our key, and the name is
-part of Triton's hash too, so a folder belongs to one key.
+**Bodies** are compiled kernels, from Triton's compiler or its cache on disk. Triton stores a body in a folder
+that is named by Triton's own hash. We name the compiled function by the digest of our key. This name is
+included in Triton's hash, so that a folder belongs to one key.
 
 A cache finds bodies by key. If a body compiled with epsilon 1e-5 is stored under the key of 1e-6,
 every lookup, count and warm-up looks right and every result is wrong. So each body has a manifest
@@ -29,8 +29,8 @@ next to it, `manifest-1.json`, with the whole key and a hash of every file. A bo
 compared with it before it is used, which takes 2 ms; a mismatch names the fields and files that
 differ.
 
-A body that fails is neither used nor silently replaced, because a source of wrong bodies is worth
-knowing about. A body without a manifest belongs to a process that was killed while compiling it; it
+A body that fails this check raises an error instead of being replaced silently, because the source of wrong bodies must
+be found. A body without a manifest was left by a process that was killed while compiling it; it
 is compiled again, and counted as compiled.
 
 Not covered: files that were altered together with their hashes in the manifest.
@@ -65,7 +65,7 @@ ARCHITECTURES = (80, 89, 90, 100, 120, 121)
 5090, GB10.
 """
 MANIFEST = "manifest-1.json"
-"""The name contains the version of the format: a body with a manifest of another format counts as
+"""File name of a manifest. It contains the format's version: a body with a manifest of another version counts as
 having none, and is compiled again.
 """
 Constant: TypeAlias = str | int | float | bool
@@ -114,7 +114,7 @@ class KernelKey:
         return named | rest
 
     def differing(self, other: KernelKey) -> tuple[tuple[str, str, str], ...]:
-        """Return the differences as (name, value here, value in `other`); `none` if one has no such
+        """Return the differences as (name, value here, value in `other`); a value is `none` if a key lacks the
         field.
         """
         own_fields, other_fields = self.fields(), other.fields()
@@ -242,7 +242,7 @@ def compile_for(variant: Variant, arch: int) -> tuple[Any, bool]:
 
 
 class _Source(ASTSource):  # type: ignore[misc]  # triton is untyped
-    """A kernel source that is compiled under a name of our choice."""
+    """A kernel source that is compiled under a chosen function name."""
 
     def __init__(self, variant: Variant, symbol: str) -> None:
         names = variant.function.arg_names

@@ -1,17 +1,16 @@
-"""Attention over packed documents by cuDNN: the same result as torch's variable-length flash attention, in about
-half the time on GPUs of compute capability 9.0 and later.
+"""Compute attention over packed documents by cuDNN: the same result as torch's variable-length flash attention, in
+about half the time on GPUs of compute capability 9.0 and later.
 
-The graph of an attention is built by `nvidia-cudnn-frontend` (the module `cudnn`) for one set of shapes, which takes
-40 ms, and is executed from then on. So nothing that differs from batch to batch may be a shape: the number of
-documents is rounded up to a power of two, with empty documents at the end, and the longest document is taken to be as
-long as a row. Both cost next to nothing.
+`nvidia-cudnn-frontend` (the module `cudnn`) builds a graph for one set of shapes, which takes 40 ms; the graph is then
+reused. So shapes must not change from batch to batch: the number of documents is padded to a power of two by empty
+documents at the end, and the longest document is assumed to be as long as a row. Both cost next to nothing.
 
-A document's place in a tensor is an offset in elements, its first token times the elements of a row. The offsets of
-a batch are computed once and used by every layer (`Ragged`).
+A document's position in a tensor is given as an offset in elements: its first token times the number of elements of a
+row. The offsets of a batch are computed once and used by every layer (`Ragged`).
 
-The gradient of the queries is summed by atomic additions, whose order varies: the last bits of a step are not
-reproducible, as with torch's kernel. There is a deterministic form, which needs memory for each document times the
-longest; it is not used.
+The gradient of the queries is summed by atomic additions in varying order, so that the last bits of a step are not
+reproducible, as with torch's kernel. cuDNN has a deterministic form, whose memory grows with the number of documents
+times the longest; it is not used.
 """
 
 from __future__ import annotations
@@ -31,22 +30,22 @@ from torch.autograd.function import once_differentiable
 
 LEAST_CAPABILITY = (9, 0)
 MOST_HEAD_DIM = 128
-"""Width of a head up to which cuDNN has the backward pass on every supported GPU."""
+"""Maximum width of a head for which cuDNN has a backward pass on every supported GPU."""
 LEAST_DOCUMENTS = 16
 MOST_OFFSET = 2**31 - 1
-"""Offsets are int32."""
+"""Maximum offset, since offsets are int32."""
 MOST_GRAPHS = 128
-"""Graphs that are kept, of forward and of backward passes."""
+"""Maximum number of cached graphs of forward passes, and of backward passes."""
 
 
 @functools.cache
 def is_installed() -> bool:
-    """Whether there is a `cudnn` module to build graphs with."""
+    """Return whether the module `cudnn` is installed."""
     return importlib.util.find_spec("cudnn") is not None
 
 
 class Ragged:
-    """The documents of a batch, as cuDNN takes them."""
+    """The documents of a batch in the form that cuDNN reads."""
 
     def __init__(self, starts_S: Tensor, longest: int) -> None:
         """`starts_S`: int32, the first token of each document, and the end. `longest` is the length of a row."""
@@ -88,11 +87,11 @@ def attend(
     scale = 1 / math.sqrt(q_NHE.shape[2]) if scale is None else scale
     tensors = (q_NHE, k_NKE, v_NKE)
     if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
-        # The backward pass writes wrong gradients where tokens are apart.
+        # The backward pass writes wrong gradients if tokens are not adjacent in memory.
         whole = (each.contiguous() for each in tensors)
         found: Tensor = _Attention.apply(*whole, ragged, scale, window)  # type: ignore[no-untyped-call]
         return found
-    # One token's heads are adjacent in memory, while tokens may be apart: q, k and v out of one matmul.
+    # One token's heads are adjacent in memory. Tokens need not be: q, k and v may be slices of one matmul's output.
     q_NHE, k_NKE, v_NKE = (
         each if each.stride()[1:] == (each.shape[2], 1) else each.contiguous() for each in tensors
     )
@@ -133,7 +132,7 @@ def why_not(
         if trained:
             _backward_graph(shape)
     except (RuntimeError, ImportError, OSError) as error:
-        # What the extension raises when cuDNN declines or is of another version is a RuntimeError.
+        # The extension raises RuntimeError if cuDNN rejects the graph or has an incompatible version.
         return str(error).partition("\n")[0] or type(error).__name__
     return None
 
@@ -150,7 +149,7 @@ class _Attention(torch.autograd.Function):
         window: int | None,
     ) -> Tensor:
         out_NHE, stats_NH = _forward(q_NHE, k_NKE, v_NKE, ragged, scale, window, keep=True)
-        # In this thread: that of the backward pass may have no CUDA context yet.
+        # Build it in this thread: the thread of the backward pass may have no CUDA context yet.
         ctx.graph = _backward_graph(_shape_of(q_NHE, k_NKE, v_NKE, ragged, scale, window))
         ctx.save_for_backward(q_NHE, k_NKE, v_NKE, out_NHE, stats_NH)
         ctx.ragged = ragged
@@ -180,7 +179,7 @@ class _Shape:
     shared_heads: int
     width: int
     rows: tuple[int, int, int]
-    """Elements from a token to the next, of q, k and v."""
+    """Strides of q, k and v from one token to the next, in elements."""
     dtype: torch.dtype
     device: torch.device
     scale: float
@@ -246,7 +245,7 @@ def _execute(built: _Graph, tensors: tuple[Tensor, ...], ragged: Ragged) -> None
 
     stream = torch.cuda.current_stream(device)
     if not torch.cuda.is_current_stream_capturing():
-        # cuDNN launches by the driver's interface, which wants a context; a call of the runtime's makes it current.
+        # cuDNN launches by the driver API, which needs a current context; a call of the runtime API makes it current.
         stream.query()
     with _LOCK:
         handle = _handle(device)
@@ -255,7 +254,7 @@ def _execute(built: _Graph, tensors: tuple[Tensor, ...], ragged: Ragged) -> None
 
 
 _LOCK = threading.Lock()
-"""Held by the thread that uses a handle."""
+"""Lock that a thread holds while it uses a handle."""
 
 
 @functools.cache
@@ -267,7 +266,7 @@ def _handle(device: torch.device) -> Any:
 
 
 class _Builder:
-    """A graph in the making."""
+    """Builder of a graph."""
 
     def __init__(self, shape: _Shape) -> None:
         import cudnn
@@ -291,7 +290,7 @@ class _Builder:
         )
 
     def options(self) -> dict[str, Any]:
-        """Return the arguments that forward and backward pass have in common."""
+        """Return the arguments that the forward and the backward pass have in common."""
         shape = self.shape
         found = {
             "attn_scale": shape.scale,
@@ -319,7 +318,7 @@ class _Builder:
         }
 
     def given(self, name: str, heads: int, row: int | None = None) -> Any:
-        """Return a tensor that an execution is given, with `row` elements from a token to the next."""
+        """Return an input tensor of the graph, with a stride of `row` elements from one token to the next."""
         row = heads * self.shape.width if row is None else row
         layout = self._layout(heads, row)
         tensor = self.graph.tensor(name=name, data_type=self._kind, **layout)
@@ -338,7 +337,7 @@ class _Builder:
         return self._placed(tensor, self.shape.heads)
 
     def found(self, tensor: Any, heads: int) -> None:
-        """Let an execution write a tensor that the graph computes; it is contiguous."""
+        """Mark a computed tensor as an output of the graph; it is contiguous."""
         row = heads * self.shape.width
         layout = self._layout(heads, row)
         tensor.set_output(True).set_dim(layout["dim"]).set_stride(layout["stride"])

@@ -1,5 +1,5 @@
-"""Dequantises packed weights, with kernels on a GPU and with plain torch elsewhere and for rare types,
-bit-identically.
+"""Dequantise packed weights: with kernels on a GPU, with plain torch elsewhere and for rare types. The results are
+bit-identical.
 
 Triton is imported only when a GPU is first used, so that everything runs on a machine without it.
 """
@@ -24,7 +24,7 @@ from engine.quant.planes import (
 
 @cache
 def has_triton() -> bool:
-    """Whether kernels can be compiled here; without Triton, GPUs dequantise in plain torch too."""
+    """Whether Triton is installed. Without it, GPUs dequantise in plain torch too."""
     return importlib.util.find_spec("triton") is not None
 
 

@@ -1,5 +1,5 @@
-"""Quantises rows to fp8 in one pass, as inputs of matmuls in fp8 (`engine.models.fp8`). The same pass computes
-silu(gate) * up before the second matmul of a feed-forward layer, and the norm before a matmul that follows one.
+"""Quantise rows to fp8 in one pass, as inputs of fp8 matmuls (`engine.models.fp8`). The same pass can compute the
+operation before the matmul: silu(gate) * up in a feed-forward layer, or a norm.
 
 The maximum of a row is known only after the whole row was read, and a row of a 7B model has 18944
 elements. A kernel that first finds the maximum and then reads the row again would read the inputs
@@ -44,7 +44,7 @@ columns: 0.90 of a copy's bandwidth, against 0.81 with 8 warps.
 WIDTHS = (4864, 18944)
 """Feed-forward widths of Qwen2.5 0.5B and 7B, which are compiled ahead of time."""
 NORM_WIDTH = 3584
-"""Model width of Qwen2.5 7B, likewise."""
+"""Model width of Qwen2.5 7B, compiled ahead of time."""
 
 
 @triton.jit
@@ -118,7 +118,7 @@ def _norm_to_fp8(
         tl.store(kept_ptr + row * COLUMNS + columns, x.to(DTYPE), mask=there)
     over = tl.rsqrt(tl.sum(x * x, axis=0) / COLUMNS + eps)
     weight = tl.load(weight_ptr + columns, mask=there, other=0).to(tl.float32)
-    # Rounded as by a norm that writes its result to memory.
+    # Round as a norm does that writes its result to memory.
     values = (x * over * weight).to(DTYPE).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(values), axis=0) * (1.0 / 448.0), 1e-12)
     tl.store(scale_ptr + row, scale)
@@ -146,7 +146,7 @@ def norm_variant(
 def variant(
     columns: int, dtype: torch.dtype, codes: torch.dtype = torch.uint8, gated: bool = True
 ) -> Variant:
-    """Return the kernel for rows of `columns` elements in `dtype`, or of as many after gating."""
+    """Return the kernel for rows of `columns` elements in `dtype`; if gated, `columns` counts the elements after it."""
     main = 1 << (columns.bit_length() - 1)
     rest = 0 if columns == main else next_power_of_2(columns - main)
     warps = 16 if columns > WIDE else 8

@@ -1,4 +1,5 @@
-"""The kernel of the distillation loss: reads two rows of logits, and writes their loss and one row of gradients.
+"""Compute the distillation loss by a kernel that reads two rows of logits, and writes their loss and one row of
+gradients.
 
     rows = LossRows.empty(...)               results of every row, complete once all chunks are done
     rows.differentiate(z_CV, t_CV, ...)      fills the rows' results, and dz
@@ -69,7 +70,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Supported dtypes of dz."""
 
 FAR = 60.0
-"""Distance above its m that a logit may have without a second sum, times min(T, 1)."""
+"""Maximum distance of a logit above its lane's m without a second sum, times min(T, 1)."""
 FIELDS = tl.constexpr(10)
 """Number of fields of a segment in `parts`: m_z, m_t, S_z, S_1, S_t, G, the largest z, the largest t, and of
 KL(q || m) and KL(p || m) in bits.
@@ -81,9 +82,9 @@ aligned.
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 LEAST_BITS = tl.constexpr(-126.0)
-"""2 to this power is the least float of full precision."""
+"""Exponent of the smallest normal float32, a power of two."""
 LEAST = tl.constexpr(-1e30)
-"""Below every logit, but not -infinity, because a lane may have no column within the vocabulary."""
+"""Value below every logit, used for lanes without a column in the vocabulary; not -infinity, which would give NaN."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
-"""The parts of a decoder layer between its matmuls as functions with gradients (`engine.kernels.layer_parts`).
+"""Define the operations between a decoder layer's matmuls as functions with gradients (`engine.kernels.layer_parts`).
 
     normed      x, y -> x + y, RMS norm of it
     gated       gate, up -> activation(gate) * up
     rotated     x, angles -> x rotated
 
-What is kept for the backward pass are their inputs, which the matmuls around them keep anyway, the sum x + y, and one
-number per row.
+They keep for the backward pass their inputs, which the matmuls around them keep too, the sum x + y, and one number per
+row.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The parts of a decoder layer between its matmuls, and their gradients.
+"""Compute the operations between a decoder layer's matmuls, and their gradients.
 
     add_norm       kept = x + y, and out = RMS norm of kept
     gate           out = activation(gate) * up
     rotate_into    rotates queries or keys by their positions
 
-One kernel each, where torch launches several: each value is read and written once, and in a step of a small
-model the launches would take most of the time. They round where the decoder's own operations round.
+Each is one kernel; torch would launch several. Each value is read and written once, and launches, which take most of
+the time in a step of a small model, are fewer. The kernels round where the decoder's torch operations round.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from engine.kernels.sizes import cdiv, next_power_of_2
 
 BLOCK = 1024
 HEADS_PER_PROGRAM = 16
-"""Heads of a program of `rotate_into`."""
+"""Number of heads per program of `rotate_into`."""
 PARTS = 528
-"""Programs of `add_norm_backward`, each of which sums the weight's gradient over its rows: four for each of 132
-multiprocessors."""
+"""Number of programs of `add_norm_backward`: four for each of 132 multiprocessors. Each sums the weight's gradient
+over its rows."""
 VALUES_PER_PROGRAM = 4096
-"""Values that a program of `add_norm_backward` holds of each of its tensors."""
+"""Number of values of each tensor that a program of `add_norm_backward` holds."""
 
 
 @triton.jit
@@ -278,7 +278,7 @@ def add_norm_backward(
 def _variant(
     function: Any, types: tuple[Any, ...], warps: int, fusion: bool, **constants: int
 ) -> Variant:
-    """Return a variant; a step launches each some hundred times."""
+    """Return a variant from the cache; a step launches each variant some hundred times."""
     return compiled_as(function, *types, warps=warps, stages=1, fp_fusion=fusion, **constants)
 
 

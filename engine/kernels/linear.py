@@ -1,4 +1,4 @@
-"""y = x W^T + b with block-quantised W.
+"""Compute y = x W^T + b with block-quantised W.
 
 W is dequantised into a scratch buffer of the dtype of x, and the library's matmul does the rest. The
 matmul's work grows with the rows M of x, and dequantisation does not: on an H200 it adds a fraction
@@ -28,12 +28,12 @@ from engine.quant.planes import PackedMatrix
 # Shapes: M rows of x, K columns, N rows of W, C rows of W in the scratch
 
 LIMIT_BYTES = 260 << 20
-"""The size of gate and up of a 7B model together (259 MiB in bf16). Larger weights lose little when
-they are processed in parts of this size. Parts small enough for a GPU's L2 cache lose more in the
-matmul than they gain.
+"""Maximum size of the scratch: gate and up of a 7B model together (259 MiB in bf16). Larger weights are processed in
+ranges of rows of this size, at little cost. Ranges that fit in a GPU's L2 cache would cost more in the
+matmul than they save.
 """
 ROWS = 16
-"""Ranges of rows begin at multiples of this, where every plane is aligned."""
+"""Number of rows of which the begin of each range is a multiple: there every plane is aligned."""
 
 
 class Scratch:
@@ -73,7 +73,7 @@ class Scratch:
         if fits >= rows:
             return rows
         assert fits >= ROWS, f"{rows} x {columns} was not reserved"
-        # Ranges of equal length, so that the last matmul is not a thin one.
+        # Ranges of equal length, so that the last matmul is not a small one.
         ranges = -(-rows // (fits // ROWS * ROWS))
         return -(-rows // ranges // ROWS) * ROWS
 
@@ -111,11 +111,10 @@ def packed_linear_many(
     bias: Tensor | None,
     scratch: Scratch,
 ) -> tuple[Tensor, ...]:
-    """Apply `packed_linear` to one input with several weights; `bias` is all their biases,
+    """Apply `packed_linear` to one input with several weights; `bias`: their biases,
     concatenated.
 
-    If the scratch holds them together, they are one matmul, and the results are views of its output:
-    the GPU then switches less often between the two kinds of work.
+    If all weights fit in the scratch together, one matmul is run and the results are views of its output.
     """
     x_MK = _input(x, weights[0].columns, scratch)
     rows = [weight.rows for weight in weights]

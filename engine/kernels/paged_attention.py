@@ -1,15 +1,15 @@
-"""Attention of one new token of each sequence to a KV cache in pages of 64 tokens.
+"""Compute the attention of one new token of each sequence to a KV cache in pages of 64 tokens.
 
     place     rotates queries and keys by their position, and stores keys and values in the cache
     attend    softmax(q k^T scale) v over the tokens of each sequence
 
 One program of `attend` takes the query heads that share a key head, of one sequence, and reads its pages
 one after the other: each key is read from memory once. The group of query heads is padded to 16 rows, the
-least that the matmul units take. Where sequences times key heads are fewer than a GPU has multiprocessors,
-a sequence is cut into pieces of a fixed number of pages, and a second kernel joins them. How many pages
-depends on the number of slots only, so that a sequence's sums are in the same order whatever else runs.
+minimum of the matmul units. If sequences times key heads are fewer than the GPU's multiprocessors,
+a sequence is cut into chunks of a fixed number of pages, and a second kernel combines them. The number of pages
+depends only on the number of slots, so that a sequence's sums have the same order whatever else runs.
 
-A sequence with a negative position is idle: nothing is read, and what it would store goes to page 0.
+A sequence with a negative position is idle: nothing is read for it, and its key and value are stored in page 0.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from engine.kernels.sizes import cdiv, next_power_of_2
 
 LEAST_GROUP = 16
 FAR = 1 << 30
-"""Window of a layer that has none, in tokens."""
+"""Value of the window for a layer without one, in tokens."""
 PIECE_PAGES = 4
-"""Pages of a piece where sequences are cut."""
+"""Number of pages of a chunk, if sequences are cut."""
 PLACED = 8
-"""Heads of a program of `place`."""
+"""Number of heads per program of `place`."""
 BUSY = 264
-"""Programs that keep a GPU busy: two for each of 132 multiprocessors."""
+"""Number of programs that keep a GPU busy: two for each of 132 multiprocessors."""
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def _place(
     NORM: tl.constexpr,
     TURN: tl.constexpr,
 ):
-    """Rounds where the decoder does."""
+    """Rotate, and store keys and values. Rounds where the decoder rounds."""
     DTYPE: tl.constexpr = qkv_ptr.dtype.element_ty
     row = tl.program_id(0)
     position = tl.load(position_ptr + row)
@@ -227,7 +227,7 @@ def place(
     position_B: Tensor,
 ) -> None:
     """Normalise (`norms` of q and k) and rotate (`turns_S2R`: cosines and sines of each position) the queries
-    in place, and do the same with keys while they and the values go to their page.
+    in place. Normalise and rotate the keys too, and store keys and values in their pages.
     """
     _, shared, tokens, width = keys_PKTE.shape
     heads = qkv_BN.shape[1] // width - 2 * shared

@@ -1,11 +1,10 @@
-"""Warm-up: determines every kernel that a model with packed weights will launch, and compiles it
-before the run.
+"""Compile every kernel that a model with packed weights will launch before the run (warm-up).
 
 Otherwise a run would compile its kernels one by one in the first step; here they are compiled
 several at a time. A block-quantised matrix needs the dequantisation kernel of its type and of the
-dtype of the activations, whatever their number of rows; anything else runs in torch. The variants
-come from the function that chooses a kernel at launch. So the set contains at least what is
-launched, which tests check against real forward passes.
+dtype of the activations, whatever their number of rows; all other operations run in torch. The variants
+come from the same function that chooses a kernel at launch. So the set contains all launched
+variants, which tests check with real forward passes.
 
 Most of a compilation runs in Triton's native code and ptxas, which release Python's interpreter
 lock.

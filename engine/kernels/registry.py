@@ -1,9 +1,9 @@
-"""Compiles each kernel once, launches it, and records whether it was already compiled.
+"""Compile each kernel once, launch it, and record whether it was already compiled.
 
     launch(variant, grid, *arguments)     the only way to run a kernel
     warm(variant)                         compiles and loads without running
-    registry.seal()                       ends warm-up: a later compilation is a mistake
-    registry.drain()                      what was compiled since the last call, for the run log
+    registry.seal()                       ends warm-up: a later compilation is recorded as a mistake
+    registry.drain()                      returns the compilations since the last call, for the run log
     registry.summary()                    hits and misses of each kernel
 
 A miss is a variant that this process had not compiled for the device. Its record says how long it
@@ -49,7 +49,7 @@ _POINTERS = {
     torch.float32: "*fp32",
 }
 _RANGES = {"i32": 1 << 31, "i64": 1 << 63}
-"""An integer argument must be within -range to range - 1."""
+"""Range of an integer argument: from -range to range - 1."""
 
 
 def pointer_type(dtype: torch.dtype) -> str:

@@ -1,8 +1,8 @@
-"""Gradient in the logits of the loss with sparse targets, a few ids for each row: the fused form of what
-`engine.loss.eager` computes.
+"""Compute the gradient of the loss with sparse targets (K ids for each row) with respect to the logits, by a fused
+kernel. `engine.loss.eager` computes the same in torch.
 
-torch computes the part of the K ids that the teacher gave, which is only K numbers per row. This
-kernel computes the rest of the vocabulary, one program per row:
+torch computes the gradient at the K ids that the teacher gave, which is only K numbers per row. This
+kernel computes it at all other ids, with one program per row:
 
     first    sums of the rest, with the K ids set to -infinity beforehand
     then     with the sums of the K ids, which are arguments:

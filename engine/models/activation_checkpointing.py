@@ -1,10 +1,10 @@
-"""Activation checkpointing, and which function runs the layers of a student.
+"""Choose the function that runs the layers of a student: with or without activation checkpointing.
 
     decoder.run_layer = run_layer            the reference
-                        checkpointed(run)    keeping only the layer's input
+                        checkpointed(run)    keeps only the layer's input
 
-Checkpointing. The backward pass runs each layer's forward a second time, which adds a third to the
-student's arithmetic, and only the input of each layer is kept between the passes.
+With checkpointing only the input of each layer is kept for the backward pass, which runs each layer's forward pass
+again. This adds a third to the student's arithmetic.
 
 A layer sharded by FSDP2 has hooks that gather its weights before its forward pass and
 reduce-scatter its gradients in the backward pass. The checkpointed function then replaces the layer's own

@@ -1,18 +1,18 @@
-"""A frozen linear layer with a low-rank adapter: y = W x + b + s B A x, in few passes over activations.
+"""Compute a frozen linear layer with a low-rank adapter, y = W x + b + s B A x, in few passes over activations.
 
-    l    = s x A^T                           (N, S), of all layers with this input, as is g
-    y_i  = base_i(x) + l_i B_i^T             the adapter is added by its second matmul
-    g_i  = s dy_i B_i
+    l    = s x A^T                           (N, S), for all layers with this input
+    y_i  = base_i(x) + l_i B_i^T             the second matmul adds to the base's output
+    g_i  = s dy_i B_i                        (N, S), for all layers
     dx   = sum_i dy_i W_i + g A              summed in the matmuls, in fp32, and rounded after each
     dA   = g^T x,  dB_i = dy_i^T l_i         in fp32, as the tensor cores sum them
 
-Layers i with the same input (q, k, v; gate, up) are one function with one matmul for all of their A.
+Layers i with the same input (q, k, v; gate, up) are one autograd function, with one matmul for all their matrices A.
 
-The base computes its output, and its term of the input's gradient, from the form that it holds its weights in:
+The base computes its output and its term of the input's gradient. It has one of three forms:
 
-    FrozenLinear    floats
-    PackedLinear    quantised blocks, dequantised once more in the backward pass
-    Fp8Linear       8-bit floats
+    FrozenLinear    weights as floats
+    PackedLinear    weights in quantised blocks, dequantised again in the backward pass
+    Fp8Linear       weights as 8-bit floats
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ FrozenBase: TypeAlias = FrozenLinear | PackedLinear | Fp8Linear
 
 
 class FrozenLayer(nn.Module):
-    """A frozen linear layer that passes a gradient to its input."""
+    """A frozen linear layer without an adapter that passes a gradient to its input."""
 
     scale = 1.0
     """Factor of the adapter's output."""
@@ -79,7 +79,7 @@ class FrozenLayer(nn.Module):
         return outputs
 
     def first_weight(self) -> float:
-        """Return the weight in the first row and column, as it was before any rounding to fp8."""
+        """Return the weight in the first row and column, before any rounding to fp8."""
         base = self.base
         if isinstance(base, Fp8Linear):
             assert base.first is not None
@@ -113,7 +113,7 @@ class _Adapted(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         x_NI = x.reshape(-1, x.shape[-1])
         first, *others = (layer.base for layer in layers)
-        # Blocks are not joined into one matmul: what follows would copy the parts of its output.
+        # Do not join packed layers into one matmul: the next operations would copy slices of its output.
         outputs = (
             first.together(x_NI, others)
             if isinstance(first, Fp8Linear) and others

@@ -3,8 +3,8 @@
     y = W x + b + s B A x        A (R, I) and B (O, R) in fp32; s = alpha / R, or alpha / sqrt(R) (rsLoRA, arXiv
                                  2312.03732)
 
-B starts at 0, so that the decoder starts as its base. The base's weights are non-persistent buffers: checkpoints and
-the optimizer hold A and B alone.
+B is initialised to 0, so that the adapted decoder computes the same as its base at first. The base's weights are
+non-persistent buffers: checkpoints and the optimizer hold only A and B.
 
 Adapters are saved as the peft library saves them, with Hugging Face names, and merged into their base when they are
 loaded: W + s B A, in fp32.
@@ -44,10 +44,10 @@ from engine.spec.sections import StudentSection
 # Shapes: I inputs, O outputs, R rank
 
 BASE_ROWS = "base_rows"
-"""Metadata key of an adapter file. Its value is the first number of each adapted matrix of the base, as JSON."""
+"""Metadata key of an adapter file. Its value is the first element of each adapted matrix of the base, as JSON."""
 _PREFIX = "base_model.model."
 _SAME_BASE_TOLERANCE = 0.01
-"""Largest relative difference of a number of the base between two float formats."""
+"""Maximum relative difference between the same element of a base in two float formats."""
 
 
 def is_adapted(decoder: nn.Module) -> bool:
@@ -61,8 +61,8 @@ def scale_of(rank: int, alpha: float, rslora: bool) -> float:
 def adapt(
     decoder: Decoder, student: StudentSection, seed: int, start: AdapterFolder | None = None
 ) -> Decoder:
-    """Freeze a decoder in place and add adapters: those of `start`, or new ones whose A is drawn from `seed` as peft
-    draws it. Raises BadInput, also for a start with other settings, and WeightsError."""
+    """Freeze a decoder in place and add adapters. They are copied from `start`; without it A is initialised from `seed`
+    as in peft. Raises BadInput, also if the settings of `start` differ, and WeightsError."""
     targets = targets_of(decoder.config, student.adapter_targets)
     if start is not None:
         _check_settings(student, start)
@@ -111,7 +111,7 @@ def _check_settings(student: StudentSection, start: AdapterFolder) -> None:
 
 @torch.no_grad()
 def _load_adapters(decoder: Decoder, start: AdapterFolder) -> None:
-    """Copy the matrices of a saved adapter. Raises WeightsError if it adapts other matrices."""
+    """Copy the matrices of a saved adapter. Raises WeightsError if it adapts different layers."""
     names = {name: parameter for name, parameter, _ in _named_matrices(decoder)}
     with open_weights(start.path / ADAPTER_FILE) as weights:
         if differing := sorted(names.keys() ^ weights.tensors.keys()):
@@ -128,7 +128,7 @@ def _load_adapters(decoder: Decoder, start: AdapterFolder) -> None:
 
 
 def _named_matrices(decoder: Decoder) -> Iterator[tuple[str, Tensor, LoraLinear]]:
-    """Yield the matrices of the adapters with the names that peft gives them, and their layers."""
+    """Yield the matrices of the adapters with their peft names, and their layers."""
     names = hf_names(decoder.config)
     for path, module in decoder.named_modules():
         if isinstance(module, LoraLinear):
@@ -138,14 +138,14 @@ def _named_matrices(decoder: Decoder) -> Iterator[tuple[str, Tensor, LoraLinear]
 
 
 def adapter_tensors(decoder: Decoder, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the adapters in `dtype` by the names that peft gives them."""
+    """Return the adapters' matrices in `dtype` by their peft names."""
     return {name: matrix.detach().to(dtype) for name, matrix, _ in _named_matrices(decoder)}
 
 
 def write_adapter(
     decoder: Decoder, folder: Path, dtype: torch.dtype, student: StudentSection
 ) -> None:
-    """Write the adapters into a folder as peft does. Raises WeightsError and DiskFull."""
+    """Write the adapters into a folder in peft's format. Raises WeightsError and DiskFull."""
     targets = targets_of(decoder.config, student.adapter_targets)
     config: dict[str, Any] = {
         "peft_type": "LORA",
@@ -164,7 +164,7 @@ def write_adapter(
     }
     text = json.dumps(config, indent=2, sort_keys=True)
     (folder / ADAPTER_CONFIG).write_text(text + "\n")
-    # In the metadata and not in the configuration, because peft warns of unknown keys there.
+    # Use the file's metadata: peft warns of unknown keys in the configuration.
     metadata = {"format": "pt", BASE_ROWS: json.dumps(base_rows(decoder))}
     write_safetensors(folder / ADAPTER_FILE, adapter_tensors(decoder, dtype), metadata)
 
@@ -176,14 +176,14 @@ def _base_of(student: StudentSection) -> str:
 
 
 def base_rows(decoder: Decoder) -> list[float]:
-    """Return the first number of each adapted matrix of the base, by which another base is detected."""
+    """Return the first element of each adapted matrix of the base, by which a wrong base is detected."""
     return [layer.first_weight() for layer in decoder.modules() if isinstance(layer, LoraLinear)]
 
 
 @torch.no_grad()
 def merge(decoder: Decoder, folder: Path, about: Mapping[str, Any]) -> Decoder:
-    """Add an adapter to the weights of its base, in place; the sum is computed in fp32 and then rounded. Raises
-    WeightsError for an adapter that does not fit the base, or that was trained on another one."""
+    """Add an adapter to the weights of its base in place. The sum is computed in fp32 and then rounded. Raises
+    WeightsError if the adapter does not fit the base, or was trained on another base."""
     by_module = {hf.removesuffix(".weight"): ours for ours, hf in hf_names(decoder.config).items()}
     rank = int(about["r"])
     scale = scale_of(rank, float(about["lora_alpha"]), bool(about.get("use_rslora")))
@@ -226,7 +226,7 @@ def merge(decoder: Decoder, folder: Path, about: Mapping[str, Any]) -> Decoder:
 
 
 def _rows_in(text: str) -> list[float] | None:
-    """Return the numbers of the base from an adapter's metadata; None if another program wrote the file."""
+    """Return the base's elements from an adapter's metadata; None if another program wrote the file."""
     try:
         rows = parse_json(text, ADAPTER_FILE, "adapter")
     except BadInput:

@@ -13,7 +13,7 @@ TARGETS = {
     "attention": ("attention.q", "attention.k", "attention.v", "attention.o"),
     "mlp": ("mlp.gate", "mlp.up", "mlp.down"),
 }
-"""Names of a layer's matrices by group; `all` are those of both."""
+"""Names of a layer's matrices by group; `all` means both groups."""
 
 
 def targets_of(config: ModelConfig, targets: str) -> dict[str, str]:

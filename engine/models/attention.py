@@ -1,4 +1,4 @@
-"""Attention over packed documents, without a mask and without padding.
+"""Compute attention over packed documents, without a mask and without padding.
 
 A mask (B, 1, T, T) would be written once and read by every layer, and its kernel computes scores
 that the mask then hides. Instead, the tokens of a batch form one sequence of B*T tokens, split at
@@ -11,15 +11,15 @@ Each document attends only to itself, causally (variable-length flash attention,
 boundaries as `cu_seqlens`). The work is that of the documents: many short ones cost less than one
 long one.
 
-`longest` is at least the length of every document. It determines how many blocks the kernel
-launches, not what it computes.
+`longest` is an upper bound of the documents' lengths. It determines how many blocks the kernel
+launches, not the result.
 
 Two kernels compute this: torch's flash attention, and cuDNN's (`engine.kernels.cudnn_attention`) where a
 `Packing` has `ragged`.
 
 The host knows the boundaries, because it packed the rows; reading them back from a GPU would
-synchronise. So the code that makes a batch records them with `record_documents`. Without that they are read
-from the GPU, which is slower and gives the same result. The reference is the masked path of
+synchronise. So the code that makes a batch records them with `record_documents`. Boundaries that are not recorded are
+read from the GPU, which is slower and gives the same result. The reference implementation is attention with a mask in
 `engine.models.decoder`.
 
 Covered: CUDA from capability 8.0 on, fp16 and bf16, head widths up to 256 in multiples of 8, GQA, sliding windows. The
@@ -47,16 +47,17 @@ MIN_CAPABILITY = (8, 0)
 """Lowest compute capability with packed attention."""
 MAX_HEAD_DIM = 256
 LENGTH_STEP = 128
-"""The kernels' own block size: a finer bound would not launch fewer blocks."""
+"""Multiple to which `longest` is rounded up, in tokens: the kernels' block size, so that no more blocks are
+launched."""
 
 
 class Packing(NamedTuple):
     """The document boundaries of a batch."""
 
     starts_S: Tensor
-    """int32 of S + 1: the first token of each document in the flattened batch, and the end."""
+    """int32, (S + 1): first token of each document in the flattened batch, and the end."""
     longest: int
-    """At least the length of every document."""
+    """Upper bound of the documents' lengths, in tokens."""
     ragged: Ragged | None = None
     """The same documents for cuDNN; None for torch's kernel."""
 
@@ -172,7 +173,7 @@ def attend_packed(
         True,
         False,
         scale=scale,
-        # How many tokens before itself a token attends to.
+        # Number of earlier tokens that a token attends to.
         window_size_left=None if window is None else window - 1,
         window_size_right=None if window is None else 0,
     )[0]

@@ -1,4 +1,4 @@
-"""The shape of a model: a strict reader of the `config.json` of a model of one of `FAMILIES`.
+"""Define the configuration of a decoder, and read it strictly from the `config.json` of a model of one of `FAMILIES`.
 
 A decoder is fixed by its family, nine numbers and one flag:
 
@@ -10,8 +10,9 @@ A decoder is fixed by its family, nine numbers and one flag:
 The family (`model_type`) determines the rest: it is a row of `engine.model_families`.
 
 `rms_norm_eps` and `rope_theta` change every logit but no shape, so a file without them is refused:
-a default would run and be wrong. Both spellings of the RoPE settings are read, `rope_theta` with
-`rope_scaling` and transformers' newer `rope_parameters`, which counts where a file has both, and both are written.
+with a default the model would run and be wrong. RoPE settings have two spellings: `rope_theta` with
+`rope_scaling`, and transformers' newer `rope_parameters`. Both are read and both are written; if a file has both,
+`rope_parameters` is used.
 
 Not covered, and refused by name: other families, other activations, other RoPE scalings (yarn,
 linear, ...), dropout, sliding windows and biases where the family has none, quantised
@@ -75,7 +76,7 @@ _KINDS = {int: "an integer", float: "a number", bool: "true or false"}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The configuration of a decoder of one of `FAMILIES`. Impossible values raise one
-    `WeightsError` that lists them, with `where` as their place.
+    `WeightsError` that lists them; `where` names the file in it.
     """
 
     family: str = "qwen2"
@@ -101,32 +102,32 @@ class ModelConfig:
     families where only some layers have a window, None becomes max_position_embeddings.
     """
     layers_without_window: tuple[int, ...] = ()
-    """The numbers of the layers that have no window, in families where some have none."""
+    """Indices of the layers without a window, in families where only some layers have one."""
     rope_local_base_freq: float | None = None
-    """The RoPE base of the layers with a window, in families where some layers have none; None becomes
-    rope_theta there.
+    """RoPE base of the layers with a window, in families where only some layers have one; there None becomes
+    rope_theta.
     """
     rope_factor: float = 1.0
-    """Divisor of positions in linear RoPE scaling, in families that support it; not in layers with a
-    RoPE base of their own.
+    """Divisor of positions in linear RoPE scaling, in families that support it. It does not apply to layers with a
+    separate RoPE base.
     """
     query_pre_attn_scalar: int | None = None
-    """Square of the divisor of attention scores, in families whose files give it (None becomes head_dim there);
-    the other families use head_dim.
+    """Square of the divisor of attention scores, in families whose files have this key; there None becomes head_dim.
+    Other families use head_dim.
     """
     partial_rotary_factor: float = 1.0
-    """The share of a head that RoPE rotates, in families where it may be less than 1."""
+    """Share of a head that RoPE rotates, 0 to 1, in families where it may be less than 1."""
     layers_without_rope: tuple[int, ...] = ()
-    """The numbers of the layers that have no RoPE, in families where some have none."""
+    """Indices of the layers without RoPE, in families where some have none."""
     tie_word_embeddings: bool = False
-    """The head is the embedding: one (V, D) tensor used twice."""
+    """Whether the head is the embedding: one (V, D) tensor used twice."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     where: InitVar[object] = "ModelConfig"
 
     def __post_init__(self, where: object) -> None:
         heads = self.num_attention_heads
-        # Stays 0 if it does not divide, so that the check below names the two numbers.
+        # head_dim stays 0 if the division has a remainder, so that the check below names both numbers.
         if self.head_dim == 0 and heads > 0 and self.hidden_size % heads == 0:
             object.__setattr__(self, "head_dim", self.hidden_size // heads)
         derived: dict[str, float | None] = {}
@@ -138,7 +139,7 @@ class ModelConfig:
         for key, value in derived.items():
             if getattr(self, key) is None:
                 object.__setattr__(self, key, value)
-        _refuse(_impossible(self), where)
+        _refuse(_problems_of_values(self), where)
         if (weights := count_parameters(self)) > limits.PARAMETERS.most:
             _refuse([f"sizes: expected {limits.PARAMETERS}, found {weights:,}"], where)
 
@@ -149,13 +150,13 @@ class ModelConfig:
 
     @property
     def counted(self) -> int:
-        """Number of parameters of a model whose tensors are not in the table of `FAMILIES` (`TransformersConfig`
-        overrides this); 0 for other models."""
+        """Number of parameters of a model that transformers runs (`TransformersConfig` overrides this); 0 for families
+        of our own decoder, whose tensors are in `FAMILIES`."""
         return 0
 
     @property
     def native(self) -> bool:
-        """Whether our own decoder runs the model; that of a `TransformersConfig` is run by transformers."""
+        """Whether our own decoder runs the model; False for a `TransformersConfig`, whose model transformers runs."""
         return True
 
     @property
@@ -165,7 +166,7 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Count of a head's first numbers, which RoPE rotates."""
+        """Number of a head's dimensions that RoPE rotates; they are its first ones."""
         return int(self.head_dim * self.partial_rotary_factor)
 
     def has_window(self, layer: int) -> bool:
@@ -305,7 +306,7 @@ def _read_values(raw: Mapping[str, object], family: Family) -> tuple[dict[str, o
         _take(raw, "partial_rotary_factor", float, values, problems)
     if _rope_type(rope) in family.rope_types:
         _take_rope_scaling(raw, rope, values, problems)
-    # null means no window, except in families where some layers have one: those need its size.
+    # null means no window, except in families where only some layers have a window: there the size is required.
     is_read = family.window_by_layer or raw.get("sliding_window", 0) is not None
     if family.sliding_window and is_read:
         _take(raw, "sliding_window", int, values, problems)
@@ -332,10 +333,10 @@ def _read_values(raw: Mapping[str, object], family: Family) -> tuple[dict[str, o
 def _flat(
     raw: Mapping[str, object], family: Family
 ) -> tuple[dict[str, object], Mapping[str, object]]:
-    """Return `raw` with the base of its RoPE and the keys that older files of the family lack, and its RoPE.
+    """Return `raw` completed by its RoPE base and by keys that older files of the family lack, and its RoPE settings.
 
-    `rope_parameters` is the newer spelling. Where some layers have a window, it may have a table for each kind of
-    layer.
+    The RoPE settings come from `rope_parameters`, the newer spelling, if present. If only some layers have a window,
+    `rope_parameters` may have a table for each kind of layer.
     """
     spellings = [raw.get("rope_scaling"), raw.get("rope_parameters")]
     rope: dict[str, object] = {}
@@ -363,8 +364,8 @@ def _take(
     values: dict[str, object],
     problems: list[str],
 ) -> None:
-    """Copy one value if it has the right type, else add a problem; a bool is not an integer, and an integer is read as
-    a float.
+    """Copy one value to `values` if it has the right type, else add a problem. A bool is not accepted as an integer; an
+    integer is converted where a float is expected.
     """
     found = raw.get(key)
     if key not in raw:
@@ -438,7 +439,7 @@ def _take_rope_scaling(
     for name, type_ in _SCALING.get(str(kind), {}).items():
         _take(rope, name, type_, fields, wrong)
     if kind == "longrope":
-        # A key of the model and not of its RoPE, as transformers has it.
+        # transformers has this key in the model's configuration, not in the RoPE settings.
         _take(raw, ORIGINAL, int, fields, wrong)
         for key in LONG_FACTORS:
             factors = rope.get(key)
@@ -472,7 +473,7 @@ def unsupported(raw: Mapping[str, object]) -> list[str]:
 def _unsupported(
     raw: Mapping[str, object], rope: Mapping[str, object], family: Family
 ) -> list[str]:
-    """List the features that the file requests and this decoder does not support; as `_flat` returns it."""
+    """List the features that the file requests and this decoder does not support; `raw` and `rope` are from `_flat`."""
     problems = []
 
     def only(key: str, found: object, *allowed: object) -> None:
@@ -488,7 +489,7 @@ def _unsupported(
         only(key, raw.get(key) or False, False)
     for key in ("attention_dropout", "resid_pdrop", "embd_pdrop"):
         only(key, raw.get(key) or 0.0, 0.0)
-    # A family without attention_bias has the key for a bias on q, k, v and o, and the decoder has none on o.
+    # In other families the key attention_bias asks for biases on q, k, v and o; the decoder has no bias on o.
     for key, has in (("attention_bias", family.attention_bias), ("mlp_bias", False)):
         if raw.get(key) is not None:
             only(key, raw[key], has)
@@ -502,8 +503,9 @@ def _unsupported(
     return problems
 
 
-def _impossible(config: ModelConfig) -> list[str]:
-    """List the problems of values that no model can have: first of its sizes, then of what is computed from these."""
+def _problems_of_values(config: ModelConfig) -> list[str]:
+    """List the problems of impossible values: those of single values, or, if there are none, contradictions between
+    values."""
     problems = []
     for key, limit in SIZES.items():
         size = getattr(config, key)
@@ -516,10 +518,10 @@ def _impossible(config: ModelConfig) -> list[str]:
         real = getattr(config, key)
         if real is not None and not (math.isfinite(real) and real > 0):
             problems.append(f"{key}: expected a positive finite number, found {real!r:.80}")
-    return problems or _contradictory(config)
+    return problems or _contradictions(config)
 
 
-def _contradictory(config: ModelConfig) -> list[str]:
+def _contradictions(config: ModelConfig) -> list[str]:
     problems = []
 
     def expect(holds: bool, key: str, expected: str, found: object) -> None:

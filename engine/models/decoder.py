@@ -16,8 +16,8 @@ each head of q and k before RoPE, with one weight of length E for all heads; Lla
 RoPE frequencies and Phi-3 all of them (`engine.models.rope`); Mistral may have a sliding window; some layers of SmolLM3
 have no RoPE; OLMo 2 normalises what attention and mlp return instead of what they get, and q and k as a
 whole; Phi-3 may rotate only the first numbers of a head; Gemma 3 scales its embeddings, multiplies in norms
-with 1 + w, and has norms before and after, and a window and a RoPE base of their own in some layers. o
-never has a bias.
+with 1 + w, has norms both before and after attention and mlp, and some of its layers have a window and another RoPE
+base. The projection o never has a bias.
 
 Documents: a row may hold several, one after the other, and `documents_BT` numbers them. A token
 attends to the earlier tokens of its own document and itself, by a mask or packed
@@ -25,11 +25,11 @@ attends to the earlier tokens of its own document and itself, by a mask or packe
 logits do not depend on the rest of its row. Padding is one more document, whose tokens always see
 themselves: no row of the softmax is empty, so nothing becomes NaN.
 
-In generation new tokens are run on top of a KV cache (`Decoder.hidden_with_cache`), which attends in
-its own way to what it holds.
+In generation new tokens are run with a KV cache (`Decoder.hidden_with_cache`), which computes the attention to the
+keys and values that it stores.
 
 Covered: the whole sequence at once, forward and backward, under autocast or in the dtype of the
-weights; one sequence in parts, without gradients. Not covered: dropout.
+weights; one sequence in several calls with a cache, without gradients. Not covered: dropout.
 
 **The one seam between backends** is the linear layers (`MakeLinear`). Every teacher and student
 runs the same `Decoder`. A backend may create other layers for it, or replace them once it knows the
@@ -85,8 +85,8 @@ class LayerCache(Protocol):
 
 class AttentionInputs(NamedTuple):
     """Inputs of attention other than the hidden states: position embeddings (RoPE), and which tokens a token
-    may attend to. Computed once per forward, shared by all layers; where only some layers have a window, by
-    those that have it and by those that have none.
+    may attend to. Computed once per forward pass and shared by all layers. If only some layers have a window,
+    they are computed twice: for layers with a window and for layers without.
     """
 
     cos_XT1R: Tensor
@@ -98,7 +98,7 @@ class AttentionInputs(NamedTuple):
     packing: Packing | None = None
     """The documents, if attention is packed."""
     cache: LayerCache | None = None
-    """The KV cache of one layer, in generation; replaced for each layer."""
+    """The KV cache of the current layer, in generation; replaced before each layer runs."""
 
 
 class MakeLinear(Protocol):
@@ -108,8 +108,8 @@ class MakeLinear(Protocol):
 
 
 def project(x: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
-    """Return the outputs of layers that have the same input. A backend that computes them in one
-    matmul gives its first layer a method `together`.
+    """Return the outputs of several layers for the same input. If the first layer has a method `together`,
+    it computes all outputs in one matmul.
     """
     together: Any = getattr(layers[0], "together", None)
     if together is not None:
@@ -139,8 +139,8 @@ class RMSNorm(nn.Module):
             # In fp32: in 16 bits, 1 + w would lose most of w.
             weight_D = self.factor_D
             return F.rms_norm(x_BTD.float(), weight_D.shape, weight_D, self.eps).to(x_BTD.dtype)
-        # The cast is a no-op except for q and k under autocast: with two dtypes there is no fused
-        # kernel, and the unfused one keeps its intermediates for the backward pass.
+        # The cast is a no-op except for q and k under autocast: if weight and input have two dtypes, torch has no fused
+        # kernel, and the unfused norm keeps its intermediates for the backward pass.
         weight_D = self.weight.to(x_BTD.dtype)
         return F.rms_norm(x_BTD, weight_D.shape, weight_D, self.eps)
 
@@ -184,7 +184,7 @@ def attend(
 
 
 def _kernel_shares_heads(q_BTHE: Tensor, mask_B1TT: Tensor | None) -> bool:
-    """Return whether a fused kernel takes fewer key/value heads than query heads.
+    """Return whether a fused kernel accepts fewer key/value heads than query heads.
 
     Without one, `enable_gqa` falls back to the unfused implementation, which materialises (B, H, T,
     T) scores: copying the heads is then several times faster. The CPU kernel supports it. On CUDA,
@@ -290,8 +290,8 @@ class FeedForward(nn.Module):
 
 
 Normed: TypeAlias = Callable[[Tensor | None, Tensor, RMSNorm, torch.dtype], tuple[Tensor, Any]]
-"""Function that returns the sum of two tensors, or the second alone, and the sum's norm in a dtype: a tensor, or what
-the next linear layers read instead of one."""
+"""Function of (y, x, norm, dtype) that returns x + y (x if y is None), and its norm in a dtype. The norm is a tensor or
+what the next linear layers read instead of a tensor (`engine.models.fp8.Rounded`)."""
 
 
 def _norm(config: ModelConfig, width: int) -> RMSNorm:
@@ -330,8 +330,8 @@ class Layer(nn.Module):
     def summands(
         self, x_BTD: Tensor, z_BTD: Tensor | None, attention_inputs: AttentionInputs
     ) -> tuple[Tensor, Tensor | None]:
-        """Return two tensors whose sum is the layer's output for x + z; None is zero. The first kernel of the next
-        layer, which adds and normalises, adds them.
+        """Return two tensors whose sum is the layer's output for the input x + z; None is zero. The sum is left
+        to the first kernel of the next layer, which adds and normalises.
         """
         assert self.normed and self.attention_norm is not None and self.mlp_norm is not None
         dtype = matmul_dtype(x_BTD)
@@ -368,11 +368,11 @@ class Shards(Protocol):
 
     @property
     def parts(self) -> Sequence[Tensor]:
-        """This rank's part of each layer, as bytes."""
+        """This rank's shard of each layer, as bytes."""
         ...
 
     def gather_layer(self, index: int) -> None:
-        """Gather a layer's weights for the work launched next. They are valid until another layer
+        """Gather a layer's weights for the operations launched next. They are valid until another layer
         is gathered. A collective.
         """
         ...
@@ -389,7 +389,7 @@ class _Embedding(nn.Embedding):
 
 
 class Decoder(nn.Module):
-    """A decoder of one of `FAMILIES`; only its layers with matrices differ between backends.
+    """A decoder of one of `FAMILIES`. Backends differ only in its linear layers.
 
     A new instance has whatever weights torch gives to fresh layers: use `new_decoder` or
     `load_decoder`, or call `init_weights`.
@@ -409,7 +409,7 @@ class Decoder(nn.Module):
         self.cudnn = False
         """Whether cuDNN computes packed attention (`engine.kernels.cudnn_attention`)."""
         self.shards: Shards | None = None
-        """Shards of the layers, if this process holds only a part of each, as for a sharded frozen teacher."""
+        """Shards of the layers, if this process holds only a shard of each, as for a sharded frozen teacher."""
         self.embed = _Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             Layer(config, index, make_linear) for index in range(config.num_hidden_layers)
@@ -457,7 +457,7 @@ class Decoder(nn.Module):
         for index, layer in enumerate(self.layers):
             if self.shards is not None:
                 self.shards.gather_layer(index)
-            # A layer of another type, as FSDP makes it, has hooks around its forward pass.
+            # A layer of another class, as FSDP makes it, has hooks around its forward pass.
             if self.run_layer is run_layer and type(layer) is Layer and layer.normed is not None:
                 x_BTD, z_BTD = layer.summands(x_BTD, z_BTD, inputs_by_layer[index])
             else:
@@ -586,11 +586,11 @@ def masked_attention_inputs(
     windowed: bool = True,
 ) -> AttentionInputs:
     """Return the inputs for attention with a mask, or for plain causal attention without `documents_BT`.
-    Angles are computed in fp32 and rounded to `dtype` last. `windowed` is whether they are those of a
-    layer with a window, if the model has one.
+    Angles are computed in fp32 and rounded to `dtype` last. `windowed`: whether the inputs are for layers
+    with a window, if the model has one.
     """
     length, device = tokens_BT.shape[1], tokens_BT.device
-    # A window as long as the rows hides nothing.
+    # A window that is as long as the rows hides no token.
     window = min((config.sliding_window if windowed else None) or length, length)
     if documents_BT is None and window < length:
         documents_BT = torch.zeros(1, length, dtype=torch.int64, device=device)
@@ -626,10 +626,9 @@ def packed_attention_inputs(
     *,
     cudnn: bool = False,
 ) -> AttentionInputs:
-    """Return the `AttentionInputs` for packed attention, by cuDNN or by torch's kernel. `windowed` is whether they are
-    those of a layer with a window, if the model has one: its kernel hides what is outside the window, and its RoPE may
-    have another base.
-    """
+    """Return the `AttentionInputs` for packed attention, by cuDNN or by torch's kernel. `windowed`: whether they are
+    for layers with a window, if the model has one: these may have another RoPE base. The kernel itself applies the
+    window."""
     packing = packing_of(documents_BT)
     if cudnn:
         packing = packing._replace(ragged=Ragged(packing.starts_S, documents_BT.shape[1]))
@@ -668,7 +667,8 @@ def _cos_sin(
 
 @lru_cache(maxsize=16)
 def _long_factors(long: LongRope, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the factors of short and of long documents, (R,); kept, because copying them synchronises."""
+    """Return LongRoPE's factors for short and for long documents, (R,). The result is cached, because copying it to the
+    device synchronises."""
     short_R, long_R = (
         torch.tensor(factors, device=device) for factors in (long.short_factor, long.long_factor)
     )
@@ -696,7 +696,7 @@ def frequencies(config: ModelConfig, device: torch.device, windowed: bool = Fals
 class Tensors(Mapping[str, Tensor]):
     """Parameters and buffers of a decoder by name. If the decoder is sharded, every access is a
     collective: all ranks must access the same names in the same order, and a tensor is valid until
-    one of another layer is accessed.
+    a tensor of another layer is accessed.
     """
 
     def __init__(self, decoder: Decoder) -> None:

@@ -1,4 +1,4 @@
-"""Linear layers with fp8 matmuls: half of the bytes and twice the rate of bf16.
+"""Linear layers with fp8 matmuls: half the bytes and twice the throughput of bf16.
 
 The format is e4m3: four exponent bits, three mantissa bits, values up to 448, relative rounding
 error at most 1/16. Each row of a matrix is scaled so that its largest value is 448:
@@ -20,9 +20,10 @@ scheme: "FP8 Formats for Deep Learning" (Micikevicius et al., 2022), and its row
 `torch._scaled_mm`. Not covered: e5m2, scales of blocks inside a row, matrices whose sides are not
 multiples of 16, which the tensor cores do not support.
 
-**The head** (`round_head`), where it is not the embedding, has one scale for all of its weights and one for all
-hidden states, both powers of two: the tensor cores then return fp32 logits, and the values of the codes are exact in
-bf16. The last norm bounds what it returns, |y_i| <= sqrt(D) max |w|, so the scale needs no pass over hidden states.
+**The head** (`round_head`), if it is not the embedding, has one scale for all of its weights and one for all
+hidden states. Both are powers of two: the tensor cores then return fp32 logits, and the dequantised values are exact in
+bf16. The output of the last norm is bounded, |y_i| <= sqrt(D) max |w|, so the scale is known without reading hidden
+states.
 """
 
 from __future__ import annotations
@@ -54,17 +55,17 @@ SMALLEST_SCALE = 1e-12
 """Scale of an all-zero row, whose codes are zeros whatever the scale."""
 LARGEST_ROW = 32768
 """Copy of the limit in `engine.kernels.fp8_quantise`, for machines without Triton; a test checks
-that they are equal.
+that both are equal.
 """
 MULTIPLE = 16
-"""Both sides of a weight must be multiples of this."""
+"""Number of which both sides of a weight must be multiples."""
 SLICE_ROWS = 16384
-"""Rows of a head whose values are computed at once."""
+"""Number of rows of a head that are dequantised at a time."""
 
 
 def quantise_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
     """Return codes (M, K) and scales (M, 1) in fp32. A row that contains NaN or infinity
-    dequantises to NaN, so that no such row looks healthy.
+    dequantises to NaN, so that the error stays visible.
     """
     values_MK = x_MK.float()
     # A multiplication, because GPU and CPU divisions differ in the last bit: values half-way
@@ -127,7 +128,7 @@ def to_codes(x_MK: Tensor, *, gated: bool = False) -> tuple[Tensor, Tensor]:
 
 
 class Rounded(NamedTuple):
-    """Quantised rows in the place of the tensor whose shape and dtype they have."""
+    """Quantised rows that are passed to linear layers instead of a tensor of this shape and dtype."""
 
     codes_MK: Tensor
     scale_M1: Tensor
@@ -138,7 +139,7 @@ class Rounded(NamedTuple):
 def normed_codes(
     y_BTD: Tensor | None, x_BTD: Tensor, norm: RMSNorm, dtype: torch.dtype
 ) -> tuple[Tensor, Rounded]:
-    """Return x + y, and its norm as the next matmuls read it."""
+    """Return x + y, and its norm quantised as the next matmuls read it."""
     from engine.kernels.fp8_quantise import norm_to_fp8
 
     x_MD = x_BTD.flatten(0, 1)
@@ -149,7 +150,7 @@ def normed_codes(
 
 
 def round_norms(decoder: Decoder) -> None:
-    """Let norms that run in our kernels (`engine.models.fused`) return what the next matmuls read."""
+    """Let norms that run in the engine's kernels (`engine.models.fused`) return quantised rows for the next matmuls."""
     fits = decoder.config.hidden_size <= LARGEST_ROW
     for layer in decoder.layers:
         if isinstance(layer, Layer) and layer.normed is not None and fits:
@@ -187,8 +188,8 @@ class Fp8Linear(nn.Module):
     def __init__(self, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None) -> None:
         super().__init__()
         self.first: float | None = None
-        """First weight before rounding, by which an adapter recognises its base."""
-        # Stored as bytes: not every build can compare, hash or sample fp8 tensors.
+        """The weight in the first row and column before rounding, by which an adapter recognises its base."""
+        # Stored as uint8: not every build of torch can compare, hash or sample fp8 tensors.
         self.codes: Tensor
         self.scale: Tensor
         self.bias: Tensor | None
@@ -222,8 +223,8 @@ class Fp8Linear(nn.Module):
 
 
 class Fp8Together(Fp8Linear):
-    """The first of several layers with the same input, which is quantised and multiplied once for
-    all of them.
+    """The first of several layers with the same input: it quantises the input once, and runs one matmul
+    for all of them.
     """
 
     def __init__(self, layers: Sequence[Fp8Linear]) -> None:

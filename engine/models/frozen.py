@@ -1,8 +1,8 @@
-"""Freeze a decoder by making its weights buffers, and join layers with the same input into one
+"""Freeze a decoder by turning its weights into buffers, and run layers with the same input as one
 matmul.
 
-`requires_grad_(False)` can be switched back, and `parameters()` still hands the weights to an
-optimizer. A buffer is not a parameter, and `requires_grad_()` on the module does not reach it.
+`requires_grad_(False)` can be reverted, and `parameters()` would still pass the weights to an
+optimizer. A buffer is not a parameter, and `requires_grad_()` of the module does not affect it.
 
 **Joined layers**: q, k and v; gate and up. A matmul with few output columns uses a GPU badly (k and
 v of a 7B model have 512 each), and each matmul reads its input again. The joined matrix exists
@@ -42,7 +42,7 @@ def hold(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 class JoinedLinear(nn.Module):
-    """The first of several frozen layers with the same input; it multiplies for all of them."""
+    """The first of several frozen layers with the same input; it runs one matmul for all of them."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -80,8 +80,8 @@ def _tensor(layer: nn.Module, name: str) -> Tensor:
 
 @torch.no_grad()
 def join(decoder: Decoder) -> Decoder:
-    """Join the layers of a frozen decoder that have the same input, in place; packed ones are left
-    as they are. Holds one group twice while it is joined.
+    """Join the layers of a frozen decoder that have the same input, in place, except packed layers. While a
+    group is joined, its weights are in memory twice.
     """
     for layer in decoder.layers:
         join_layer(layer)

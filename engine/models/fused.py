@@ -1,12 +1,12 @@
-"""Run the operations between the matmuls of a decoder's layers in our own kernels, on a GPU with Triton.
+"""Run the operations between the matmuls of a decoder's layers in the engine's kernels, on a GPU with Triton.
 
-    frozen      in place where nothing else reads a value
+    frozen      in place if no other operation reads the value
     trained     with gradients (`engine.kernels.layer_functions`)
 
-A value is read and written once where torch has several passes over it: for a teacher of Qwen2.5-7B's shape and
-8 x 1024 tokens on one H200, 156 ms instead of 175. The kernels round where torch's operations round. Norms of layers
-that also normalise what attention and mlp return, or multiply with 1 + w, stay torch's, and so do those of queries
-and keys.
+A kernel reads and writes each value once; torch makes several passes over it. For a teacher of Qwen2.5-7B's shape and
+8 x 1024 tokens on one H200 this takes 156 ms instead of 175. The kernels round where torch's operations round. These
+norms stay in torch: norms of queries and keys, norms that multiply with 1 + w, and all norms of layers that also
+normalise the outputs of attention and mlp.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def gated_in_place(activation: str, gate_BTF: Tensor, up_BTF: Tensor) -> Tensor:
 
 
 def kernels_of(decoder: Decoder, dtype: torch.dtype, *, frozen: bool) -> list[Variant]:
-    """Return every kernel that the layers launch after `use_kernels` for activations in `dtype`: what they launch for
-    meta tensors.
+    """Return every kernel that the layers launch after `use_kernels` for activations in `dtype`, by running the layers
+    on meta tensors.
     """
     if not decoder.config.native or not has_kernels(decoder.norm.weight.device):
         return []

@@ -1,4 +1,4 @@
-"""The output matrix of a model, read in slices of its rows, so that it need not exist as a whole.
+"""Read the output matrix of a model in slices of its rows, so that the whole matrix need not exist as floats.
 
 The head of a 7B model is 1.1 GB in bf16 and 0.45 GB block-quantised. Logits are computed for a
 chunk of tokens at a time anyway, so a `PackedHead` dequantises one slice of its rows, lets the
@@ -9,7 +9,7 @@ itself.
         logits[:, first : first + len(weight_RE)] = hidden @ weight_RE^T
 
 Rows of the head are columns of the logits. A teacher's vocabulary is cut by requesting fewer rows
-than there are: the rows beyond are never read. No slice ever requires a gradient.
+than the head has: further rows are never read. No slice requires a gradient.
 
 **The logits matmul** takes narrow operands and keeps the full fp32 accumulator. Logits are
 accumulated in fp32 whatever the operands are; rounding them to bf16 would lose more than the
@@ -35,14 +35,14 @@ from engine.quant.planes import PackedMatrix
 # D and E widths
 
 Slices: TypeAlias = Iterable[tuple[int, Tensor]]
-"""Pairs of a slice's first row and the slice (R, E), in order and without gaps; `()` where hidden states are
-logits (`LogitsHead`). They can be iterated more than once. A slice is valid until the next one is requested,
+"""Pairs of a slice's first row and the slice (R, E), in order and without gaps; `()` if hidden states are
+logits (`LogitsHead`). The slices can be iterated more than once. A slice is valid until the next one is requested,
 because slices may share memory.
 """
 
 
 KL_CHUNK = 256
-"""Tokens processed at once, with two sets of logits: 0.3 GB at a vocabulary of 152k."""
+"""Number of tokens processed at a time; their two sets of logits take 0.3 GB at a vocabulary of 152k."""
 
 
 class Head(Protocol):
@@ -59,10 +59,10 @@ class Head(Protocol):
 
 @runtime_checkable
 class OwnMatmul(Protocol):
-    """Slices that bring their own matmul, in 8 bits."""
+    """Slices with a separate matmul, in 8 bits."""
 
     def project(self, out_NV: Tensor, hidden_NE: Tensor, scale: float) -> None:
-        """Compute what `project` computes."""
+        """Compute the same as the function `project`."""
         ...
 
     def operand(self, hidden_NE: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class OwnMatmul(Protocol):
 
 
 class DenseHead:
-    """A dense matrix: one slice, without a copy if it already has the requested dtype."""
+    """A head with a dense matrix: one slice, not copied if it already has the requested dtype."""
 
     def __init__(self, weight_WE: Tensor) -> None:
         self._weight_WE = weight_WE.detach()
@@ -89,7 +89,7 @@ class DenseHead:
 
 
 class LogitsHead:
-    """The head of a model that gives its own logits instead of hidden states: the identity, without slices."""
+    """The head of a model that returns logits instead of hidden states: the identity, without slices."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -146,8 +146,8 @@ class _PackedSlices:
 
 
 def project(out_NV: Tensor, hidden_NE: Tensor, slices: Slices, *, scale: float = 1.0) -> None:
-    """Compute out = scale * hidden @ head^T, slice by slice; see `multiply` for the dtypes. Without slices the
-    hidden states are logits.
+    """Compute out = scale * hidden @ head^T, slice by slice; see `multiply` for the dtypes. If there are no slices,
+    the hidden states are already logits.
     """
     if isinstance(slices, OwnMatmul):
         slices.project(out_NV, hidden_NE, scale)
@@ -179,7 +179,7 @@ def mean_kl(
         p_CV = logits_of(p_NE[part], p_head, columns).log_softmax(1)
         q_CV = logits_of(q_ND[part], q_head, columns).log_softmax(1)
         agree += int((p_CV.argmax(1) == q_CV.argmax(1)).sum())
-        # In place: at a vocabulary of 152k each of these is as large as all weights of a layer.
+        # In place: at a vocabulary of 152k each of these tensors is as large as all weights of a layer.
         kl += float(q_CV.neg_().add_(p_CV).mul_(p_CV.exp_()).sum(dtype=torch.float64))
     return kl / len(p_NE), agree / len(p_NE)
 
@@ -204,8 +204,8 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 def multiply(
     out: Tensor, left: Tensor, right: Tensor, *, scale: float = 1.0, add: bool = False
 ) -> None:
-    """Compute out (+)= scale * left @ right, from the fp32 accumulator if `out` is wider than the
-    operands. `out` may be some columns of a wider matrix; it is written in place.
+    """Compute out = scale * left @ right, or add to `out`, in place. If `out` is wider than the operands, it gets
+    the fp32 accumulator. `out` may be a range of columns of a wider matrix.
     """
     beta = 1.0 if add else 0.0
     if out.dtype == left.dtype:

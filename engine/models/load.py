@@ -1,20 +1,20 @@
-"""Loads decoders from any weight file, and saves them as Hugging Face model folders.
+"""Load decoders from any weight file, and save them as Hugging Face model folders.
 
 Loading takes a model folder (`config.json` and safetensors), a GGUF file or an .apr file. It first
-checks names, shapes and dtypes from the headers, then moves one tensor at a time from the file to
-its place; the model is built on the meta device, so its weights exist once. The weights are copies:
-once loaded, a model does not depend on its files. Quantised blocks are copied to the device and
+checks names, shapes and dtypes by the headers, then copies one tensor at a time from the file to
+the device. The model is built on the meta device, so its weights exist once. Once loaded, a model
+does not depend on its files. Quantised blocks are copied to the device and
 dequantised there, so peak memory is the model plus one tensor of the file. NaN and infinity are
 refused: one of them makes every later loss NaN, far from its cause.
 
 Saving writes a new folder next to the target, and renames it when everything is on disk: a model
 folder is complete or absent.
 
-**Three ways to hold the weights.** `load_decoder` gives trainable floats. `layer_wise_decoder_of`
-gives frozen floats and calls back with each layer as soon as it is complete, to quantise it
+**Three ways to hold the weights.** `load_decoder` returns trainable floats. `layer_wise_decoder_of`
+returns frozen floats and calls a function with each layer as soon as it is complete, to quantise it
 (`engine.models.fp8`) or to shard it over several GPUs (`engine.teachers.sharded`); so a model can
-be loaded even if only one of its layers fits in memory as floats. `load_packed_decoder` gives a
-frozen decoder whose matrices stay in the quantised blocks of their file:
+be loaded even if only one of its layers fits in memory as floats. `load_packed_decoder` returns a
+frozen decoder whose matrices stay in the quantised blocks of the file:
 
     matrices in blocks              PackedLinear or PackedEmbedding: the blocks, on the device
     floats, vectors in blocks, and  the layer itself, frozen, with dense values of `dtype`
@@ -86,7 +86,7 @@ from engine.signals import partial_output
 from engine.spec.sections import ModelSection, StudentSection
 
 Loaded: TypeAlias = Callable[[Decoder, nn.Module], None]
-"""Called with the decoder that is being loaded and its next complete layer."""
+"""Function that is called with the decoder being loaded and its next complete layer."""
 Source: TypeAlias = tuple[str, str, Tensor | QuantTensor]
 
 
@@ -114,7 +114,7 @@ def empty_decoder(
         return new_decoder(config, 0, dtype, device)
     with torch.device("meta"):
         decoder = Decoder(config).to(dtype)
-    # Like `to_empty`, which takes half a second to import sympy for the strides of each tensor.
+    # Do not call `to_empty`: it imports sympy for the strides of each tensor, which takes half a second.
     state = {
         name: torch.empty(weight.shape, dtype=weight.dtype, device=device)
         for name, weight in decoder.state_dict().items()
@@ -130,7 +130,7 @@ def load_decoder(
     how: ModelSection = AUTO,
 ) -> Decoder:
     """Load the decoder from a model folder, a weight file or an open one, cast to `dtype` on
-    `device`. `how` says which engine runs it. An adapter's folder gives its base with the adapter merged.
+    `device`. `how`: which engine runs it. For an adapter's folder, return its base with the adapter merged.
 
     Raises `WeightsError`.
     """
@@ -154,8 +154,8 @@ def load_decoder(
 
 
 def sources(weights: WeightFile, config: ModelConfig) -> Iterator[Source]:
-    """Yield our name, the file's name and the data of every tensor, in the order of the forward
-    pass and with our row order. A tied head is left out.
+    """Yield the engine's name, the file's name and the data of every tensor, in the order of the forward
+    pass and with the engine's row order. A tied head is left out.
 
     Headers are checked before the first tensor is read. Raises `WeightsError`.
     """
@@ -165,8 +165,9 @@ def sources(weights: WeightFile, config: ModelConfig) -> Iterator[Source]:
 
 
 def reader(weights: WeightFile, config: ModelConfig) -> Callable[[str], Tensor | QuantTensor]:
-    """Return a function that reads one tensor by our name, with our row order. It keeps the file's last tensor, of
-    which the next call may need another part. Raises `WeightsError` where a header does not fit."""
+    """Return a function that reads one tensor by the engine's name, with the engine's row order. The function keeps the
+    last tensor of the file, as the next call may need other rows of it. Raises `WeightsError` if a header does not
+    fit."""
     convention = weights.convention
     check_fits(config, weights, weights.path, convention)
     permuted = rotates_neighbours(config, convention, weights.metadata, weights.path)
@@ -294,9 +295,9 @@ def load_packed_decoder(
 
 @torch.no_grad()
 def base_of(decoder: Decoder) -> Decoder:
-    """Return a frozen base for adapters that shares the weights of `decoder`: the tensors of its layers, or their
-    blocks, with another scratch buffer. An embedding and a head in blocks become floats, which the loss needs of the
-    head."""
+    """Return a frozen base for adapters that shares the layers' weights with `decoder`: tensors, or blocks with a
+    separate scratch buffer. An embedding and a head in blocks become floats, because the loss needs the head as
+    floats."""
     config, dtype, device = decoder.config, decoder.dtype, decoder.norm.weight.device
     with torch.device("meta"):
         base = Decoder(config).to(dtype)
@@ -330,7 +331,7 @@ def _replace(decoder: Decoder, path: str, weight: PackedMatrix, scratch: Scratch
 
 
 def _non_finite_blocks(name: str, weight: QuantTensor) -> list[str]:
-    """Return the problems of a matrix's values, with their share. Synchronises with the device.
+    """Return descriptions of a matrix's non-finite values, with their share. Synchronises with the device.
 
     Codes and sub-block scales are integers, so a value is NaN or infinite only if an fp16 scale of
     its block is.
@@ -353,8 +354,8 @@ def save_decoder(
     extra_files: Iterable[str | Path] = (),
     section: StudentSection | None = None,
 ) -> None:
-    """Write `config.json` and `model.safetensors` in `dtype`, and copies of `extra_files`; of a decoder with adapters
-    these alone, with the settings `section`.
+    """Write `config.json` and `model.safetensors` in `dtype`, and copies of `extra_files`. For a decoder with adapters
+    write only the adapters, with the settings in `section`.
 
     `folder` must not exist yet, and appears only when all of it is on disk. Raises `WeightsError`
     and `DiskFull`.
@@ -425,7 +426,7 @@ def as_floats(
         or not has_triton()
     ):
         return blocks.dequantize(dtype)
-    # In plain torch the CPU launches some 40 kernels for each matrix, and the GPU waits for it.
+    # Plain torch would launch some 40 kernels for each matrix, and the GPU would wait for the host.
     packed = pack(blocks)
     values = torch.empty(packed.shape, dtype=dtype, device=blocks.device)
     dequantize_rows(packed, values, 0, packed.rows)
@@ -433,8 +434,8 @@ def as_floats(
 
 
 def check_tied(config: ModelConfig, weights: WeightFile) -> None:
-    """Refuse a separate head of a tied model unless it equals the embedding. Reads both if there
-    are two.
+    """Raise WeightsError if a tied model has a separate head that differs from the embedding. Reads both tensors
+    if there are two.
     """
     embedding, head = embedding_and_head(weights.convention)
     if not config.tie_word_embeddings or head not in weights.tensors:
@@ -463,7 +464,7 @@ def refuse_non_finite(where: Path, problems: list[str]) -> None:
 
 
 def non_finite_values(name: str, source: Tensor | QuantTensor) -> list[str]:
-    """Return the problems of a tensor's values as a file has it. Synchronises with the device."""
+    """Return descriptions of the non-finite values of a tensor from a file. Synchronises with the device."""
     if isinstance(source, Tensor):
         return non_finite(name, source, source)
     if source.type.layout is not None:
@@ -472,7 +473,7 @@ def non_finite_values(name: str, source: Tensor | QuantTensor) -> list[str]:
 
 
 def non_finite(name: str, source: Tensor | QuantTensor, placed: Tensor) -> list[str]:
-    """Return the problems of a tensor's values, with their share. Synchronises with the device."""
+    """Return descriptions of a tensor's non-finite values, with their share. Synchronises with the device."""
     # Two numbers instead of a mask over all values: min and max propagate NaN and infinity.
     if bool(torch.stack(placed.aminmax()).isfinite().all()):
         return []

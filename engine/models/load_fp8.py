@@ -31,7 +31,7 @@ from engine.models.read_config import config_of
 
 
 class LayerWatcher(Protocol):
-    """Is called with each layer in order, once the embedding is loaded."""
+    """Observer that is called with each layer in order, once the embedding is loaded."""
 
     def before(self, decoder: Decoder, layer: nn.Module) -> None:
         """Called with `layer` as floats."""

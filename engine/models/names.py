@@ -1,15 +1,15 @@
-"""Checks that the tensors of a file match a decoder: their names, shapes, dtypes and row order.
+"""Check that the tensors of a file match a decoder: names, shapes, dtypes and row order.
 
-The names are those of `engine.model_families`.
+`engine.model_families` has the table of names.
 
 Linear weights are (out, in) in all conventions, so tensors are converted unchanged, with one
-exception: the rows of q and k of a `llama` GGUF, and of an .apr that says so, are permuted, because
-its reader rotates adjacent elements x[2i], x[2i + 1] where ours rotates halves x[i], x[i + E/2].
+exception: the rows of q and k in a `llama` GGUF, and in an .apr whose `rope_type` says so, are permuted, because
+readers of these rotate adjacent elements x[2i], x[2i + 1], and our decoder rotates halves x[i], x[i + E/2].
 `permute_rows` and `unpermute_rows` convert between the two orders; whole rows move, so quantised
 blocks stay unchanged.
 
-Several of our tensors may be one tensor of a file, one below the other (`Part`); readers cut it and
-writers stack it (`joined`), again by whole rows.
+One tensor of a file may hold the rows of several of our tensors, one after the other (`Part`). Readers cut it into
+row ranges, and writers concatenate the rows (`joined`).
 
 Covered: presence, shape and dtype of each tensor. Values (NaN, an `lm_head` that differs from a
 tied embedding) are checked where they are read, in `engine.models.load`.
@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from engine.errors import WeightsError
-from engine.formats.safetensors import other_parts
+from engine.formats.safetensors import tensors_outside_language_model
 from engine.model_families import (
     EMBEDDING,
     HEAD,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from engine.quant.tensor import QuantTensor
 
 
-# `rope_type` in the metadata of an .apr: which two elements of a head its reader rotates together.
+# `rope_type` in the metadata of an .apr: which two elements of a head RoPE rotates together.
 APR_NEIGHBOURS = 0
 APR_HALVES = 2
 
@@ -58,7 +58,7 @@ TOGETHER = (("attention.q", "attention.k", "attention.v"), ("mlp.gate", "mlp.up"
 
 
 class Part(NamedTuple):
-    """Where one of our tensors is in a file."""
+    """Position of one of our tensors in a file."""
 
     ours: str
     """Name of our tensor."""
@@ -66,12 +66,12 @@ class Part(NamedTuple):
     """Name of the file's tensor that contains it."""
     shape: tuple[int, ...]
     first: int
-    """Its first row in the file's tensor."""
+    """First row of our tensor in the file's tensor."""
 
 
 def names_for(convention: str, config: ModelConfig) -> dict[str, str]:
-    """Return our name -> name by `convention` of every tensor, in the order of the forward pass. Names
-    of parts of one tensor are equal, and follow each other.
+    """Return our name -> name by `convention` of every tensor, in the order of the forward pass. Several of our
+    tensors that are in one tensor of the file follow each other and have that tensor's name.
     """
     return {part.ours: part.name for part in parts(config, convention)}
 
@@ -85,7 +85,7 @@ def expected_tensors(config: ModelConfig, convention: str = "hf") -> dict[str, t
     """Return name by `convention` -> shape of every tensor that a file must have; a tied model has
     no head.
     """
-    # The last part of a tensor overwrites the earlier ones in the dict, and ends where the tensor does.
+    # The last part of a tensor overwrites the earlier ones in the dict; its end is the tensor's end.
     return {
         part.name: (part.first + part.shape[0], *part.shape[1:])
         for part in parts(config, convention)
@@ -93,7 +93,7 @@ def expected_tensors(config: ModelConfig, convention: str = "hf") -> dict[str, t
 
 
 def embedding_and_head(convention: str) -> tuple[str, str]:
-    """Return the names of the two matrices that are one when the model is tied."""
+    """Return the names of embedding and head, which are the same matrix in a tied model."""
     return EMBEDDING.named(convention), HEAD.named(convention)
 
 
@@ -118,7 +118,7 @@ def check_fits(
     may have `ROPE_DIVISORS`. Buffers of RoPE and parts other than the language model are not read.
     """
     if isinstance(config, TransformersConfig):
-        # The text model of a checkpoint may be run alone, or with its other parts.
+        # The language model of a multimodal checkpoint may be run with or without the rest.
         whole = {facts.name: facts.shape for facts in weights.tensors.values()}
         text = {name: facts.shape for name, facts in weights.tensors.items()}
         why = config.misfit(whole) and config.misfit(text)
@@ -134,7 +134,7 @@ def check_fits(
         allowed[ROPE_DIVISORS] = (config.head_dim // 2,)
     dtypes = readable_dtypes(convention)
     unread = {name for name in weights.tensors if ROPE_BUFFER.fullmatch(name)}
-    unread |= {*other_parts(weights.tensors)}
+    unread |= {*tensors_outside_language_model(weights.tensors)}
     found = {
         name: facts
         for name, facts in weights.tensors.items()
@@ -188,7 +188,7 @@ def untied_head_error(where: object, head: str, embedding: str) -> WeightsError:
 def rotates_neighbours(
     config: ModelConfig, convention: str, metadata: Mapping[str, object], where: object
 ) -> bool:
-    """Return whether the rows of q and k are in the order of `permute_rows`."""
+    """Return whether the file has the rows of q and k in the order of `permute_rows`."""
     if convention != "apr":
         return convention == "gguf" and config.kind.turns_neighbours
     turns = config.kind.turns_neighbours
@@ -203,7 +203,7 @@ def rotates_neighbours(
 
 
 def rotated_heads(config: ModelConfig, ours: str) -> int:
-    """Return the number of heads in the rows of a tensor that RoPE rotates (weights and biases of q
+    """Return the number of heads of a tensor whose outputs RoPE rotates (weights and biases of q
     and k); 0 for every other tensor.
     """
     if ".attention.q." in ours:
@@ -216,8 +216,8 @@ def rotated_heads(config: ModelConfig, ours: str) -> int:
 def shifted(
     config: ModelConfig, ours: str, tensor: Tensor | QuantTensor, sign: int
 ) -> Tensor | QuantTensor:
-    """Convert the weight w of a norm to its factors 1 + w (`sign` 1), which GGUF files hold in families whose norms
-    multiply with 1 + w, or the factors back to the weight (-1), in fp32. Any other tensor is returned unchanged.
+    """Convert the weight w of a norm to the factor 1 + w (`sign` 1), or the factor to the weight (`sign` -1), in fp32,
+    in families whose norms multiply by 1 + w: their GGUF files hold 1 + w. Return any other tensor unchanged.
     """
     from engine.quant.tensor import QuantTensor
 
@@ -256,8 +256,8 @@ def rows_of(whole: Rows, first: int, count: int) -> Rows:
 def joined(
     names: Mapping[str, str], tensors: Iterable[tuple[str, Rows]]
 ) -> Iterator[tuple[str, Rows]]:
-    """Yield a file's name and tensor, from our names and tensors; `names` is of `names_for`, and parts
-    of one tensor follow each other. Quantised parts have one type.
+    """Yield the file's names and tensors, from our names and tensors. `names`: result of `names_for`. Our tensors that
+    form one tensor of the file must follow each other, and if quantised, have the same block type.
     """
     parts_left, pending = Counter(names.values()), list[Rows]()
     for ours, tensor in tensors:
@@ -282,11 +282,11 @@ def _stacked(tensors: Sequence[Any]) -> Any:
 
 
 def _reordered(rows: Rows, heads: int, grid: tuple[int, int]) -> Rows:
-    """Read the rows of each head as a grid, and return them column by column."""
+    """Arrange the rows of each head in a grid, row by row, and return them column by column."""
     from engine.quant.tensor import QuantTensor
 
     if isinstance(rows, QuantTensor):
-        # Blocks run along a row, so whole rows of them can move.
+        # A block never crosses rows, so that whole rows can be moved.
         return replace(rows, blocks=_reordered(rows.blocks, heads, grid))
     return rows.reshape(heads, *grid, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 

@@ -46,7 +46,7 @@ class _Packed(nn.Module):
 
     @property
     def packed(self) -> PackedMatrix:
-        # Recreated only after the module was moved, because the matrix caches where its planes are.
+        # Recreate the matrix only after the module was moved, because it caches views of its planes.
         if self._packed.data is not self.data:
             self._packed = PackedMatrix(self._packed.type, *self._packed.shape, self.data)
         return self._packed
@@ -102,8 +102,8 @@ class PackedEmbedding(_Packed):
 
 
 def tensor_names(decoder: Decoder) -> list[str]:
-    """Return the names of the decoder's tensors: ours, or those of the module that transformers runs. A tied head is
-    its embedding and is not listed."""
+    """Return the names of the decoder's tensors: the engine's names, or those in the module that transformers runs. A
+    tied head is not listed."""
     if isinstance(decoder, TransformersDecoder):
         return list(decoder.weight_names)
     return list(hf_names(decoder.config))
@@ -136,7 +136,7 @@ def head_of(decoder: Decoder) -> Head:
 
 
 def reserve(scratch: Scratch, weight: PackedMatrix, *, whole: bool) -> None:
-    """Reserve space in `scratch` for a weight. If not `whole`, only for its smallest slice, because
-    a head is processed in as many slices as needed.
+    """Reserve space in `scratch` for a weight. If not `whole`, reserve space only for its smallest slice:
+    a head can be processed in any number of slices.
     """
     scratch.reserve(weight.rows if whole else min(ROWS, weight.rows), weight.columns)

@@ -25,7 +25,7 @@ equal.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedSize:
-    """Contents of a packed decoder on its device."""
+    """Sizes of a packed decoder's contents on its device."""
 
     matrices: int
     """Number of matrices that stay in blocks; if 0, there is nothing to pack."""
@@ -52,8 +52,8 @@ class PackedSize:
 
 
 def packed_size(config: ModelConfig, weights: WeightFile) -> PackedSize:
-    """Return what the decoder in `weights` takes when `load_packed_decoder` loads it. Up to 16
-    bytes of padding per plane of a matrix are not counted.
+    """Return the sizes of the decoder in `weights` after `load_packed_decoder`. Padding of up to 16
+    bytes per plane of a matrix is not included.
     """
     if not config.native:  # safetensors, which have no blocks
         return PackedSize(matrices=0, block_bytes=0, float_values=0, layers=(), scratch_values=0)

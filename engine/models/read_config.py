@@ -1,13 +1,14 @@
 """Read the configuration of a model, for the engine that runs it: our own decoder, or transformers.
 
-    auto          our decoder where it has the family and all that config.json asks for, else transformers
-    native        our decoder, or a refusal
+    auto          our decoder if it supports the family and all features in config.json, else transformers
+    native        our decoder; other models are refused
     transformers  the model's class in transformers, whatever its family
 
-GGUF and .apr files are read by our own decoder alone.
+GGUF and .apr files are run only by our own decoder.
 
-The config.json of a model of several parts has that of its language model in `text_config`. transformers runs the
-whole if it has a causal language model class for it; else the language model is run alone, by either engine.
+The config.json of a multimodal model has the configuration of its language model in `text_config`. If transformers
+has a causal language model class for the whole model, it runs that. Else only the language model is run, by either
+engine.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 NATIVE = ModelSection(engine="native")
 AUTO = ModelSection()
-"""Our own decoder where it has the family, else transformers."""
+"""Setting `auto`: our own decoder if it supports the model, else transformers."""
 
 
 def read_config(folder_or_file: str | Path, how: ModelSection = AUTO) -> ModelConfig:
@@ -70,7 +71,7 @@ def _config_alone(raw: Mapping[str, object], where: Path, how: ModelSection) -> 
 
 
 def _text_part(raw: Mapping[str, object]) -> dict[str, object] | None:
-    """Return the configuration of the language model in a model of several parts; None for other models."""
+    """Return the configuration of the language model in a multimodal model; None for other models."""
     text = raw.get("text_config")
     if not isinstance(text, Mapping):
         return None
@@ -93,7 +94,7 @@ def _runs_in_transformers(raw: Mapping[str, object], where: Path, how: ModelSect
 
 
 def why_not_native(raw: Mapping[str, object], how: ModelSection) -> str | None:
-    """Return the reason why transformers runs a model; None if our own decoder does, or if neither can."""
+    """Return the reason why transformers runs a model; None if our own decoder runs it, or if neither can."""
     name = raw.get("model_type")
     if how.engine == "native" or not isinstance(name, str) or raw.get("quantization_config"):
         return None

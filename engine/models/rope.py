@@ -92,8 +92,8 @@ def divisors(scaling: RopeScaling, theta: float, head_dim: int) -> list[float]:
 
 
 def scaling_of_divisors(stored: Sequence[float], theta: float, head_dim: int) -> RopeScaling | None:
-    """Return the published scaling with these divisors, whatever its factor; None if all are 1. Raises `ValueError` if
-    there is none.
+    """Return the scaling that has these divisors, of the published form with any factor; None if all divisors are 1.
+    Raises `ValueError` if no such scaling fits.
     """
     if all(_near(divisor, 1.0) for divisor in stored):
         return None

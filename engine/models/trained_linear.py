@@ -1,10 +1,10 @@
-"""Dense layers that are trained in fewer passes than torch's: y_i = x W_i^T + b_i, with x in 16 bits and W in fp32.
+"""Train dense layers with fewer passes over memory than torch: y_i = x W_i^T + b_i, with x in 16 bits and W in fp32.
 
-    dx    = sum_i dy_i W_i      summed in the matmuls, in fp32, and rounded after each
-    dW_i  = dy_i^T x            in fp32, as the tensor cores sum it
+    dx    = sum_i dy_i W_i      each matmul adds to the sum in fp32 and rounds it
+    dW_i  = dy_i^T x            the fp32 accumulator of the tensor cores
 
-Under autocast torch rounds each dW to 16 bits, and a separate pass converts it back to fp32; each dx is written, and
-another pass adds it. The forward pass is the same to the bit.
+Under autocast torch rounds each dW to 16 bits, and another pass converts it to fp32; it writes each dx, and another
+pass adds them. The forward pass is bit-identical to torch's.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Matmuls(torch.autograd.Function):
 
 
 def matmul(left_NM: Tensor, right_MK: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the matmul in `dtype`, which may be wider than the operands' and is then what the tensor cores sum."""
+    """Return the matmul in `dtype`. If `dtype` is wider than the operands', the result is the unrounded accumulator."""
     if left_NM.dtype == dtype or not left_NM.is_cuda:
         return (left_NM @ right_MK).to(dtype)
     return torch.mm(left_NM, right_MK, out_dtype=dtype)

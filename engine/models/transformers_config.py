@@ -1,10 +1,10 @@
-"""The shape of a model that `transformers` runs: any causal language model whose class it has.
+"""Read the configuration of a model that `transformers` runs: any causal language model for which it has a class.
 
-`engine.models.config` knows the families of our own decoder. Another model is described by the same fields as
-far as they mean something for it, so that plans, logs and receipts speak of every model in one way:
+`engine.models.config` reads the families of our own decoder. Other models are described by the same fields, as far as
+these apply, so that plans, logs and receipts have the same form for every model:
 
-    sizes           of transformers' own config class, which knows each family's spelling (`n_embd`, `d_model`)
-    parameters      counted on the model, made without memory on the meta device
+    sizes           from transformers' config class, which knows each family's spelling (`n_embd`, `d_model`)
+    parameters      counted on the model, built without memory on the meta device
     norms, RoPE     unknown: defaults, which only the memory plan reads
 
 Code that a model brings in its own folder (`auto_map`) is not run unless model.remote_code allows it.
@@ -34,11 +34,11 @@ from engine.models.config import SIZES, ModelConfig
 from engine.spec.sections import ModelSection
 
 LOGIT_KEYS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Keys of config.json that change the head's logits, where they are neither absent nor 1."""
+"""Keys of config.json that change the head's logits unless they are absent or 1."""
 WARNS = "transformers warns: "
 WARNING_CHARACTERS = 500
 FEED_FORWARD_FACTOR = 4
-"""Width of a feed-forward layer over the model's, where a config does not say: as in GPT-2 and BLOOM."""
+"""Width of a feed-forward layer relative to the model's width, if a config has no key for it, as in GPT-2 and BLOOM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +57,8 @@ class TransformersConfig(ModelConfig):
     why: str
     """Reason why our own decoder does not run it."""
     scales_logits: bool = False
-    """Whether, by config.json or a bias of the head, the logits are not head(hidden). For the memory plan alone: the
-    loaded model is measured."""
+    """Whether a key of config.json or a bias of the head shows that the logits are not head(hidden). Only the memory
+    plan uses this: on the loaded model it is measured."""
 
     def __post_init__(self, where: object) -> None:
         """Check nothing: `read_transformers_config` has checked the values."""
@@ -72,10 +72,10 @@ class TransformersConfig(ModelConfig):
         return False
 
     def misfit(self, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-        """Return the reason why files with these tensors cannot be the model's; None if they may be.
+        """Return the reason why files with these tensors cannot belong to the model; None if they may.
 
-        transformers renames, splits and joins tensors when it loads them, so this finds files of another model, and
-        not each missing tensor.
+        transformers renames, splits and joins tensors when it loads them. So this detects files of another model, but
+        not every missing tensor.
         """
         numbers = sum(math.prod(shape) for shape in shapes.values())
         if numbers < self.parameters:
@@ -101,14 +101,14 @@ def read_transformers_config(
 ) -> TransformersConfig:
     """Return the configuration in a parsed `config.json`; `where` is its file or folder.
 
-    Raises `WeightsError` where transformers is missing, does not know the model, or would have to run code out
-    of its folder.
+    Raises `WeightsError` if transformers is not installed, does not know the model, or would have to run code from
+    the model's folder.
     """
     folder = where if where.is_dir() else where.parent
     config = _hf_config(raw, folder, how, where)
     remote = config.__class__.__module__.startswith("transformers_modules")
     with quiet():
-        model = made_empty(config, remote=remote, where=where, raw=raw)
+        model = build_on_meta(config, remote=remote, where=where, raw=raw)
     text = config.get_text_config(decoder=True)
 
     def size(*names: str, default: int = 0) -> int:
@@ -195,8 +195,8 @@ def _hf_config(raw: Mapping[str, object], folder: Path, how: ModelSection, where
         raise refused(where, "code of its own that runs", error, raw) from error
 
 
-def made_empty(config: Any, *, remote: bool, where: object, raw: Mapping[str, object]) -> Any:
-    """Return the model without memory for its weights, on the meta device. Raises `WeightsError`."""
+def build_on_meta(config: Any, *, remote: bool, where: object, raw: Mapping[str, object]) -> Any:
+    """Return the model on the meta device, without memory for its weights. Raises `WeightsError`."""
     import torch
 
     try:
@@ -209,8 +209,8 @@ def made_empty(config: Any, *, remote: bool, where: object, raw: Mapping[str, ob
 def refused(
     where: object, expected: str, error: Exception, raw: Mapping[str, object]
 ) -> WeightsError:
-    """Return the refusal of a model for an error of transformers, in one line. `raw` is the content of its
-    config.json."""
+    """Return the `WeightsError` for an exception that transformers raised about a model, with its message in one line.
+    `raw`: content of the model's config.json."""
     return WeightsError.expected("model", where, expected, f"{_sentence(error, raw):.300}")
 
 
@@ -232,7 +232,7 @@ def _sentence(error: Exception, raw: Mapping[str, object]) -> str:
 
 
 def _keys_with_value(raw: Mapping[str, object], value: object, path: str = "") -> Iterator[str]:
-    """Yield the keys of a configuration with a value, those of a nested one after a dot."""
+    """Yield the keys of a configuration that have this value; a key of a nested configuration follows a dot."""
     for key, item in raw.items():
         if item == value:
             yield f"{path}{key}"
@@ -254,7 +254,7 @@ def _transformers(where: object, raw: Mapping[str, object]) -> Any:
 
 
 def library() -> Any:
-    """Import transformers, which takes seconds; only models that it runs need it."""
+    """Import transformers. This takes seconds, so only models that need transformers do it."""
     return importlib.import_module("transformers")
 
 
@@ -264,7 +264,7 @@ def version() -> str:
 
 
 class _WarningCollector(logging.Handler):
-    """Collects the warnings of transformers, each text once in a run."""
+    """Collector of transformers' warnings; each message is kept once per run."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -284,21 +284,22 @@ class _WarningCollector(logging.Handler):
 _collector = _WarningCollector()
 
 
-def forget_warnings() -> None:
-    """Forget all warnings at the start of a run: those of an earlier run are not logged, and may occur again."""
+def reset_warnings() -> None:
+    """Forget all warnings at the start of a run, so that warnings of an earlier run are logged only if they occur
+    again."""
     _collector.seen.clear()
     _collector.waiting.clear()
 
 
 def library_warnings() -> list[str]:
-    """Return the warnings of transformers since the last call, each text once in a run."""
+    """Return the warnings of transformers since the last call; each message is returned once per run."""
     texts, _collector.waiting = _collector.waiting, []
     return texts
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers' progress bars off the screen, and its warnings for `library_warnings`."""
+    """Disable transformers' progress bars, and collect its warnings for `library_warnings`."""
     library_logging = library().utils.logging
     logger = logging.getLogger("transformers")
     before = logger.level, logger.handlers, logger.propagate

@@ -1,18 +1,17 @@
-"""A decoder whose forward pass is that of `transformers`: any causal language model that it has a class for.
+"""Run any causal language model of `transformers` as a `Decoder`, with the forward pass of transformers.
 
-Training, teaching, evaluation and saving use it as a `Decoder`. Two properties of the model are measured on a few
-tokens when it is loaded, and never assumed:
+Two properties of the model are measured on a few tokens when it is loaded:
 
-    logits      Where the model's own logits are head(hidden), for hidden states of any size, the loss gets hidden
-                states and the head, as from our own decoder. Otherwise (a cap, a scale, a bias: Gemma 2, Cohere,
-                Granite, Phi-2) it gets the logits themselves, and its head is the identity.
-    documents   Where a mask and positions keep the documents of a row apart, proved by changing one and comparing the
-                other bit for bit, rows are run as they are. Otherwise each document is run alone, padded at its end,
-                where a causal model does not attend to the padding.
+    logits      Are the model's logits head(hidden), for hidden states of any magnitude? If so, the loss gets hidden
+                states and the head, as from our own decoder. If not (a cap, a scale, a bias: Gemma 2, Cohere,
+                Granite, Phi-2), the loss gets the logits, and the head is the identity.
+    documents   Do a mask and positions keep the documents of a row apart? This is tested by changing one document and
+                comparing the outputs of the other bit for bit. If so, rows are run as they are. If not, each document
+                is run alone and padded at its end; a causal model does not attend to later padding.
 
 Dropout is never applied: the model stays in evaluation mode, in which a step is a function of weights and rows.
 
-Not covered: kernels of ours inside the layers, compiled or captured layers, several GPUs, caches in generation.
+Not covered: the engine's kernels inside layers, compiled layers, CUDA graphs of layers, several GPUs.
 """
 
 from __future__ import annotations
@@ -53,18 +52,18 @@ from engine.models.transformers_config import (
 # Shapes: B rows, T tokens, D model width (V where the hidden states are logits), G documents of a group, L its longest
 
 HEAD_TOKENS = 24
-"""Number of tokens that the head is probed with."""
+"""Number of tokens on which the head is tested."""
 LARGE_LOGIT = 1024.0
-"""Largest logit that the head is also probed at, about: hidden states are multiplied so that a cap of 30 shows."""
+"""Approximate largest logit of the second test of the head: hidden states are scaled up so that a cap of 30 shows."""
 TEXT_MODEL_NAMES = {
     r"^(model\.language_model|language_model\.model)\.": "model.",
     r"^language_model\.lm_head\.": "lm_head.",
 }
-"""Names of a language model's tensors in a checkpoint of several models, and alone."""
+"""Name prefixes of a language model's tensors in a multimodal checkpoint, and in a plain language model."""
 MOST_ROUNDING = 0.1
-"""Largest relative distance by rounding alone, 0 to 1; above it rounding hides the effect of a wrong mask."""
+"""Maximum relative difference due to rounding, 0 to 1; above it rounding would hide the effect of a wrong mask."""
 EXACT = 1e-4
-"""Largest distance of logits, relative to the largest logit, that counts as the same matmul in fp32."""
+"""Maximum difference of logits, relative to the largest logit, of two equal matmuls in fp32."""
 
 
 class TransformersDecoder(Decoder):
@@ -81,7 +80,7 @@ class TransformersDecoder(Decoder):
             "position_ids" in inspect.signature(model.base_model.forward).parameters
         )
         self.weight_names = tuple(name for name, _ in self.named_parameters())
-        """Names of parameters, also once they are frozen."""
+        """Names of the parameters; frozen parameters, which become buffers, included."""
         self._head_error = math.inf
         self.gives_logits = False
         """Whether `hidden` returns the model's own logits."""
@@ -94,7 +93,7 @@ class TransformersDecoder(Decoder):
         super().train(False)
         return self
 
-    # Parts of the model by the names of `Decoder`; the model owns them.
+    # Modules of the model under the names that `Decoder` has for them.
 
     @property
     def embed(self) -> nn.Module:  # type: ignore[override]
@@ -108,7 +107,7 @@ class TransformersDecoder(Decoder):
 
     @property
     def layers(self) -> nn.ModuleList:  # type: ignore[override]
-        """The model's layers: its longest list of modules of one class."""
+        """The model's layers: its longest list of modules of the same class."""
         lists = [part for part in self.model.modules() if isinstance(part, nn.ModuleList)]
         return max(lists, key=len, default=nn.ModuleList())
 
@@ -163,7 +162,7 @@ class TransformersDecoder(Decoder):
     def _masked(self, tokens_BT: Tensor, documents_BT: Tensor) -> Tensor:
         visible_BTT = (documents_BT[:, :, None] == documents_BT[:, None, :]).tril()
         weight: Tensor = self.embed.weight  # type: ignore[assignment]
-        # A float mask, not a bool one: a model without fused attention adds it to the scores whatever its dtype.
+        # Use a float mask: a model without fused attention adds the mask to the scores even if it is bool.
         mask_BTT = torch.zeros(
             visible_BTT.shape, dtype=matmul_dtype(weight), device=tokens_BT.device
         ).masked_fill_(~visible_BTT, -math.inf)
@@ -173,14 +172,15 @@ class TransformersDecoder(Decoder):
         return self._run(tokens_BT, **inputs)
 
     def _run_each_document(self, tokens_BT: Tensor, starts: Sequence[int]) -> Tensor:
-        """Run each document of each row alone. `starts` are the first token of each, and the end."""
+        """Run each document of each row alone. `starts`: first token of each document in the flattened batch, and the
+        end."""
         rows, length = tokens_BT.shape
         begins = starts[:-1]
         lengths = [end - begin for begin, end in pairwise(starts)]
         flat_N = tokens_BT.flatten()
         hidden_of_document: list[Tensor | None] = [None] * len(begins)
         for group in _groups(lengths, rows * length):
-            # Tokens after a document have no influence on it.
+            # Padding after a document does not influence it.
             longest = lengths[group[0]]
             tokens_GL = flat_N.new_zeros(len(group), longest)
             for row, document in enumerate(group):
@@ -198,7 +198,8 @@ class TransformersDecoder(Decoder):
         self.gives_logits, self.masks_documents = other.gives_logits, other.masks_documents
 
     def checkpoint_layers(self, on: bool, kept: int = 0) -> None:
-        """Keep only the input of each layer but the last `kept` for the backward pass, or everything."""
+        """Switch activation checkpointing on or off: keep only each layer's input for the backward pass, except for the
+        last `kept` layers, which keep all activations."""
         for index, layer in enumerate(self.layers):
             vars(layer).pop("forward", None)
             if on and index < len(self.layers) - kept:
@@ -207,11 +208,11 @@ class TransformersDecoder(Decoder):
     @torch.no_grad()
     def probe(self, whose: str, length: int) -> tuple[Decision, Decision]:
         """Measure whether the logits are head(hidden), and whether a mask keeps documents apart in rows of `length`
-        tokens: a sliding window that our mask would replace shows only in rows longer than the window."""
+        tokens. The length matters: our mask would replace a sliding window, which shows only in longer rows."""
         return self._head_decision(whose), self._probe_documents(whose, length)
 
     def _probe_row(self, length: int) -> Tensor:
-        """Return a row of different tokens over the whole vocabulary, (1, T)."""
+        """Return a row of different tokens spread over the vocabulary, (1, T)."""
         at_T = torch.arange(length, device=self.embed.weight.device)  # type: ignore[arg-type]
         return ((at_T * 7919 + 13) % self.config.vocab_size)[None]
 
@@ -227,7 +228,7 @@ class TransformersDecoder(Decoder):
             distance = max(at_factor_1, at_large_logits)
         rounding = torch.finfo(self.dtype).eps
         allowed = max(EXACT, 2 * rounding)
-        # `not <=` instead of `>`: NaN counts as a difference.
+        # Use `not <=` instead of `>`, so that NaN counts as a difference.
         self._head_error, self.gives_logits = distance, not distance <= allowed
         return self
 
@@ -252,14 +253,15 @@ class TransformersDecoder(Decoder):
         )
 
     def _head_distance(self, tokens_BT: Tensor, factor: float | None) -> float:
-        """Return how far the model's logits are from head(hidden), relative to the largest, with hidden states
-        multiplied by `factor` before its head; None makes the logits large."""
+        """Return the largest difference between the model's logits and head(hidden), relative to the largest logit.
+        Hidden states are multiplied by `factor` before the model's head; None chooses a factor that makes the logits
+        large."""
         head_inputs: list[Tensor] = []
         if factor is None:
             weight: Tensor = self.head.weight  # type: ignore[assignment]
             hidden_BTD = self._run(tokens_BT)
             largest = float(F.linear(hidden_BTD, weight).abs().amax())
-            # A power of two, which rounds nothing.
+            # A power of two, so that the multiplication is exact.
             factor = 2.0 ** round(math.log2(LARGE_LOGIT / largest)) if largest > 0 else 1.0
 
         def multiply(_head: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -284,7 +286,7 @@ class TransformersDecoder(Decoder):
             f"{whose}.documents",
             "each document is run alone, padded to the longest of its group",
         )
-        why_not = self._mixes_documents(length)
+        why_not = self._why_documents_mix(length)
         self.masks_documents = why_not is None
         if why_not is not None:
             return Decision(
@@ -300,8 +302,8 @@ class TransformersDecoder(Decoder):
             rejected=(("alone", f"{alone}: more work and a wait for the device"),),
         )
 
-    def _mixes_documents(self, length: int) -> str | None:
-        """Return how one document of a row changes another under a mask; None where none does."""
+    def _why_documents_mix(self, length: int) -> str | None:
+        """Return a description of how one document of a row influences another under a mask; None if it does not."""
         tokens_BT = self._probe_row(max(length, 2))
         split = max(1, length // 3)
         documents_BT = torch.zeros_like(tokens_BT)
@@ -313,7 +315,7 @@ class TransformersDecoder(Decoder):
         try:
             together_BTD = self._masked(tokens_BT, documents_BT)
             changed_BTD = self._masked(changed_BT, documents_BT)
-        except Exception as error:  # noqa: BLE001 - a model that takes no such mask is run in another way
+        except Exception as error:  # noqa: BLE001 - documents are run alone if the model does not accept such a mask
             text = str(error).strip().splitlines()
             return f"a mask for documents is not taken ({type(error).__name__}: {(text or [''])[0]:.100})"
         if torch.equal(together_BTD[:, :split], changed_BTD[:, :split]):
@@ -336,7 +338,7 @@ def _distance_of(values: Tensor, expected: Tensor) -> float:
 
 
 def _groups(lengths: list[int], budget: int) -> Iterator[list[int]]:
-    """Yield the numbers of documents that are run together, longest first; padded, they have at most `budget`
+    """Yield groups of document indices to run together, longest documents first. A padded group has at most `budget`
     tokens."""
     order = sorted(range(len(lengths)), key=lambda document: (-lengths[document], document))
     first = 0
@@ -348,8 +350,8 @@ def _groups(lengths: list[int], budget: int) -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def perturbed(model: nn.Module, share: float) -> Iterator[None]:
-    """Change the output of each innermost module of `model` by the relative amount `share`, alternately up and down:
-    the change of the model's output shows how much rounding alone may change it."""
+    """Change the output of each module without children by the relative amount `share`, alternately up and down. The
+    change of the model's output shows how much rounding may change it."""
 
     def move(_module: nn.Module, _inputs: object, output: object) -> Tensor | None:
         if not isinstance(output, Tensor) or not output.is_floating_point():
@@ -389,11 +391,11 @@ def load_transformers_decoder(
 ) -> TransformersDecoder:
     """Load the model in `folder`, cast to `dtype` on `device`.
 
-    Raises `WeightsError` where a tensor is missing, left over, of another shape or not finite, and where the files
-    have a head of their own though the configuration ties it.
+    Raises `WeightsError` if a tensor is missing, unexpected, of another shape or not finite, and if the files have a
+    separate head although the configuration ties it.
     """
     raw = read_json_object(folder / CONFIG_FILE, "model", MODEL_CONFIG)
-    # A language model out of a checkpoint of several models, whose tensors have the names of the whole.
+    # A language model in a multimodal checkpoint, whose tensor names have another prefix.
     text_model_alone = "text_config" in raw and "text_config" not in config.to_hf_dict()
     renamed = {"key_mapping": TEXT_MODEL_NAMES} if text_model_alone else {}
     try:
@@ -448,7 +450,7 @@ def load_transformers_decoder(
         )
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     if config.tie_word_embeddings and head.weight is not embedding:
-        # transformers only warns and keeps two matrices, but would save them as one that is tied.
+        # transformers only warns and keeps two matrices, but would save them as one tied matrix.
         name_of = {id(parameter): name for name, parameter in model.named_parameters()}
         raise untied_head_error(folder, name_of[id(head.weight)], name_of[id(embedding)])
     return TransformersDecoder(config, model.to(device)).probe_head()
@@ -470,7 +472,7 @@ def save_transformers_decoder(
         state[name] = saved_by_storage[storage]
     with quiet():
         decoder.model.save_pretrained(folder, state_dict=state)
-    # transformers writes the dtype of the parameters in memory, not of the tensors it was given to save.
+    # transformers writes the dtype of the parameters in memory, not that of the saved tensors.
     path = folder / CONFIG_FILE
     config = read_json_object(path, "model", MODEL_CONFIG)
     key = "torch_dtype" if "torch_dtype" in config else "dtype"

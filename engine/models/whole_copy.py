@@ -1,4 +1,4 @@
-"""Whole copies of a decoder that is sharded over ranks."""
+"""Make an unsharded copy of a decoder that is sharded over ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def is_sharded(decoder: Decoder) -> bool:
 
 
 def empty_copy(decoder: Decoder) -> Decoder:
-    """Return a decoder of the same shapes, whole, on the same device; its weights are not set."""
+    """Return an unsharded decoder of the same shapes on the same device, with uninitialised weights."""
     with torch.device("meta"):
         copy = Decoder(decoder.config)
     copy.to_empty(device=next(decoder.parameters()).device)
@@ -23,6 +23,6 @@ def empty_copy(decoder: Decoder) -> Decoder:
 
 @torch.no_grad()
 def gather_weights(source: Decoder, target: Decoder) -> None:
-    """Copy the weights of a sharded decoder to a whole one. A collective."""
+    """Copy the weights of a sharded decoder to an unsharded one. A collective."""
     for target_parameter, parameter in zip(target.parameters(), source.parameters(), strict=True):
         target_parameter.copy_(whole(parameter))

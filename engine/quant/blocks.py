@@ -1,4 +1,4 @@
-"""The block types of weight files, as one table. To add a type, add a row here and a parity test.
+"""Define the block types of weight files in one table. To add a type, add a row here and a parity test.
 
 A row of a quantised matrix is a sequence of whole blocks. A block holds `block_size` adjacent
 values of the row and is decoded independently of all others. The table defines everything about a

@@ -1,4 +1,4 @@
-"""Quantised matrices in the order that a GPU reads fastest: the same bytes, rearranged.
+"""Rearrange the bytes of quantised matrices in the order that a GPU reads fastest.
 
 GPU threads load 16 bytes at a time, from addresses that are multiples of 16, and a warp loads
 adjacent addresses fastest. So blocks are split into planes: the low bits of all rows, then the high

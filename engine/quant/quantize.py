@@ -1,4 +1,4 @@
-"""Quantisation: floats to blocks.
+"""Quantise floats to blocks.
 
 `fit_affine` and `fit_symmetric` find the scale of each group of values. `quantize` splits tensors into blocks and packs
 the results.

@@ -1,4 +1,4 @@
-"""Unpacks and dequantises blocks in plain torch: the slow, exact reference that every faster
+"""Unpack and dequantise blocks in plain torch: the slow, exact reference that every faster
 implementation is compared with.
 
 `unpack` reads a block as its row of `engine.quant.blocks` describes. The 12 scale bytes S of Q4_K
@@ -43,8 +43,8 @@ FLOATS: dict[str, torch.dtype] = {
 }
 
 CHUNK_VALUES = {"cpu": 1 << 18, "cuda": 1 << 24}
-"""Number of values processed at once: what fits in a CPU's cache, and enough to keep a GPU busy.
-Memory besides input and output is limited to about 12 bytes for each of these values.
+"""Number of values processed at once: few enough for a CPU's cache, and enough to keep a GPU busy.
+Memory in addition to input and output is limited to about 12 bytes for each of these values.
 """
 
 

@@ -36,7 +36,7 @@ from engine.models.adapter import is_adapted
 from engine.models.decoder import Decoder
 from engine.models.load import load_decoder
 from engine.models.packed import head_of
-from engine.models.transformers_config import forget_warnings, library_warnings
+from engine.models.transformers_config import library_warnings, reset_warnings
 from engine.plan.cost import flops_per_token, peak_flops, step_costs
 from engine.plan.device import ComputeDevice, set_up_device
 from engine.plan.inputs import Inputs, check_inputs
@@ -99,7 +99,7 @@ def run(
             stop.watch_supervisor(
                 keep_alive_fd, lambda text: log.write(Note(level="error", text=text))
             )
-        forget_warnings()
+        reset_warnings()
         job = _Job(spec, folder, log, stop, before, ranks)
         stop.before_exit = job.log_stopped
         try:

@@ -1,4 +1,5 @@
-"""The gates between the phases of a distillation: conditions to meet before the next phase is worth its cost.
+"""Judge the gates between the phases of a distillation: conditions that must hold before the next phase is worth its
+cost.
 
     smoke     on one batch that can be learnt, the loss at the end is below that at the start
     heldout   the finished student's held-out loss reaches its target

@@ -1,5 +1,5 @@
-"""The subject of the gates: a spec, or a finished run with its spec. It also loads what several gates need,
-once: the rows, the teacher as the run uses it, and the device they are on."""
+"""Define the subject of the gates: a spec, or a finished run with its spec. It loads once what several gates need:
+the rows, the teacher as the run uses it, and their device."""
 
 from __future__ import annotations
 

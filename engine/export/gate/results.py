@@ -1,13 +1,13 @@
-"""Gates that are read from a finished run and from evaluations of its student.
+"""Judge the gates that are read from a finished run and from evaluations of its student.
 
     heldout   loss(student) <= gate.heldout_loss, and
               (loss(untrained) - loss(student)) / (loss(untrained) - loss(teacher)) >= gate.heldout_share
     eval      the lower end of Wilson's 95 % interval of pass@1 >= gate.pass_at_1
 
-The held-out losses are those that the run logged on the same rows: of the saved student, read back from its
-files, of the same student before its first step, and of the teacher. The result is unknown for a run that did not
-complete, that saves no student, or whose student's files have changed since. A loss that differs from the receipt's
-fails. An evaluation counts if it is of the run's own weights and every program of it was judged.
+The run logged three held-out losses on the same rows: of the saved student, read back from its files; of the student
+before its first step; and of the teacher. The result is unknown if the run did not complete, if it saves no student, or
+if the student's files have changed since. A loss that differs from the receipt fails. An evaluation is accepted if it
+is of the run's own weights and each of its programs was judged.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def heldout_target(subject: Subject) -> Outcome:
         return unknown(HELDOUT, f"no held-out loss of {absent} in the log", **numbers)
     if changed := changed_since(run):
         return unknown(HELDOUT, f"its held-out loss is of other files: {changed}", **numbers)
-    # The receipt has the losses of the evaluations themselves, which a changed log does not change.
+    # The receipt has the losses too, so that a changed log is detected.
     reported = (run.read_receipt() or {}).get("heldout_loss_nats") or {}
     for name, value in losses.items():
         if name in reported and value != reported[name]:
@@ -78,7 +78,7 @@ def heldout_target(subject: Subject) -> Outcome:
 
 
 def changed_since(run: RunFolder) -> str:
-    """Name a file of the student that is not as its receipt says; empty when all are."""
+    """Return the name of a file of the student that differs from the receipt; empty if none does."""
     verdicts = check_student_files(run, run.read_receipt() or {})
     return next((v.reason for v in verdicts.values() if v.level is not Level.PASS), "") or (
         "" if verdicts else "the run has no receipt of them"

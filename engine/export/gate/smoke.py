@@ -1,16 +1,16 @@
-"""Smoke gate: the run's own student, teacher, loss and optimizer, trained repeatedly on one batch.
+"""Judge the smoke gate: train the run's student on one batch for some steps, with its teacher, loss and optimizer.
 
     final loss < initial loss        over gate.smoke_steps steps; the final loss is taken before the last update
 
-The batch is the run's first. Every step has the same rows, so other rows cannot change the loss: whatever
-the model learns shows in it. Whether the batch can be learnt is computed first, from the
-labels: a model that gives the same distribution for the same context cannot have a lower cross entropy than
+The batch is the run's first. Every step has the same rows, so the loss falls if the model learns. Whether the batch can
+be learnt at all is computed first, from the labels: a model gives one distribution for equal contexts, so that its
+cross entropy cannot be lower than
 
     H = mean over labels of -log (fraction of this label among the labels of its context)
 
-A batch of equal inputs with different labels has H = ln(rows), and its loss is no evidence about a training
-step; its result is unknown. The context of a token consists of its document's tokens in the row, up to and
-including it.
+For example, a batch of equal inputs with different labels has H = ln(rows). If H is too high, the loss is no evidence
+about the training step, and the result is unknown. The context of a token consists of its document's tokens in the row,
+up to and including it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LEARNABLE = 0.5
 
 
 class OneBatch(Batches):
-    """Returns the first batch of a run for every request."""
+    """Data source that returns the first batch of a run for every request."""
 
     def __init__(self, batches: Batches) -> None:
         self._all = batches

@@ -41,7 +41,7 @@ from engine import limits
 from engine.errors import CheckpointError
 from engine.files import read_json
 from engine.formats.safetensors import dtype_code, header_bytes
-from engine.formats.writing import tensor_parts
+from engine.formats.writing import tensor_chunks
 from engine.runtime.parts import is_part, read_parts
 from engine.runtime.ranks import put, whole
 from engine.spec import RunSpec
@@ -154,7 +154,7 @@ class TensorWriter:
     def write_to(self, sink: Sink) -> None:
         sink.write(self._header)
         for _, tensor in self._tensors:
-            for part in tensor_parts(whole(tensor.detach())):
+            for part in tensor_chunks(whole(tensor.detach())):
                 sink.write(part)
 
 

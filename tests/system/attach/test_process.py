@@ -150,7 +150,7 @@ def test_the_end_of_the_watching_touches_nothing_and_the_run_says_that_nobody_wa
         follower = Follower(watching.run)
         follower.read_all()
         assert follower.state == "running"
-        with pytest.raises(BadInput, match="never touched"):
+        with pytest.raises(BadInput, match="gets no signal"):
             stop(watching.run)
         watching.process.send_signal(signal.SIGINT)
         said = watching.end()
