@@ -217,7 +217,7 @@ def _find_cached(entry: Path, progress: Progress) -> Tokens | str:
     try:
         tokens = _open(entry, f"read from {entry}", progress, is_kept=True)
     except (BadInput, KeyError, TypeError, ValueError) as error:
-        return f"tokenized again because the cached tokens were damaged: {error}"
+        return f"now made because the cached tokens were damaged: {error}"
     with contextlib.suppress(OSError):
         os.utime(entry)  # marks it as the most recently used
     return tokens

@@ -214,7 +214,7 @@ def test_a_damaged_file_is_made_anew(root: Path, recipe: Recipe) -> None:
         path.unlink()  # what is mapped stays as it was
         path.write_bytes(content)
         found = load_tokens(recipe, root=root)
-        assert "tokenized again because the cached tokens were damaged" in found.note, path
+        assert "now made because the cached tokens were damaged" in found.note, path
         assert_equal(found.train, expected.train)
         assert_equal(found.heldout, expected.heldout)
         assert not made(load_tokens(recipe, root=root))
