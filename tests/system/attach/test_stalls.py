@@ -19,7 +19,7 @@ from engine.log.follow import Follower
 from engine.log.view import RunView
 from engine.watch.rules.rule import Case
 from engine.watch.rules.stall import UNSEEN_WORK_S, silence
-from engine.watch.stacks import LOCK, Capture, sample_threads
+from engine.watch.stacks import LOCK, WAITING, Capture, sample_threads
 from tests.system.watch.test_stacks import wait_until_ready
 
 HANGS = """
@@ -92,7 +92,8 @@ def test_a_hanging_script_is_named_by_its_own_line_and_is_a_stall_after_what_an_
         wait_until_ready(capture)
         dump = capture.finish()
         assert dump.python_frame == f"{tmp_path / 'hangs.py'}:{script.line} in wait_for_ever"
-        assert dump.state == LOCK or "running" in dump.summary
+        # On a busy machine the handler that wrote the dump may still be running, or on its way back to the lock.
+        assert dump.state in (LOCK, WAITING) or "running" in dump.summary
         assert "in <module>" in dump.python_stack[-1] and not dump.missing[1:]
     if steps:
         now = (script.view.heartbeat_unix_s or 0.0) + UNSEEN_WORK_S
