@@ -34,9 +34,9 @@ def setting(
 ) -> Any:
     """Declare a field with its documentation and its range: [low, high], or greater than `above`.
 
-    `changes_results` marks a setting that is meant to change what is learnt or on what it is judged: the
-    objective, the data, the models, the schedule. Every other setting says how the same
-    numbers are computed, kept or watched, and a flip of it must leave the losses as they were.
+    `changes_results` marks a setting that is meant to change what is learnt or how it is evaluated: the objective,
+    the data, the models, the schedule. Every other setting only affects how the same numbers are computed, stored
+    or watched: changing it must leave the losses unchanged.
 
     A number without `high` has `most`, a limit far above real use that catches slips which would take the
     machine down, such as a batch that fits in no memory.
@@ -50,7 +50,7 @@ def setting(
 class RunSection:
     name: str = setting("", "Name of the run folder; empty means the spec's name and the time.")
     out: str = setting(
-        "runs", "Folder that holds the run folders; relative to where the command is given."
+        "runs", "Folder that holds the run folders; relative to the current directory."
     )
 
 
@@ -103,7 +103,7 @@ class TeacherSection:
     )
     cache_miss: str = setting(
         "online",
-        "A batch that is not in teacher.cache: ask the teacher, which is loaded then (online), or end the "
+        "A batch that is not in teacher.cache: load and run the teacher (online), or end the "
         "run (refuse).",
         allowed=("online", "refuse"),
     )
@@ -262,15 +262,16 @@ class DataSection:
     )
     packing: str = setting(
         "stream",
-        "How documents stand in rows: stream, one after the other, cut where a row ends; documents, whole, as many as "
-        "fit; off, each in a row of its own. The last two fill rows with padding.",
+        "How documents are packed into rows: stream puts one after the other "
+        "and cuts them at the end of a row; documents puts as many whole "
+        "documents as fit into a row; off gives each document its own row. The last two fill rows with padding.",
         allowed=("stream", "documents", "off"),
         changes_results=True,
     )
     columns: str = setting(
         "",
-        "Columns of the records, where they have other names: two, as in question,answer, for prompt and completion, "
-        "or one for the text or the messages. Empty means they are found.",
+        "Columns of the records, if they have other names: two, as in question,answer, for prompt and completion, "
+        "or one for the text or the messages. Empty means that they are detected.",
         changes_results=True,
     )
     turns: str = setting(
@@ -281,7 +282,7 @@ class DataSection:
     )
     skip_at_most: float = setting(
         0.05,
-        "Share of the records that may have a fault of their own, as JSON that breaks off or an answer of null. They "
+        "Maximum share of invalid records, such as truncated JSON or an answer of null. They "
         "are left out and counted; more than this share and more than 20 records are an error.",
         low=0.0,
         high=1.0,
@@ -345,7 +346,7 @@ class RolloutSection:
     )
     by: str = setting(
         "student",
-        "Which model writes: the student as it is at that step, or the teacher (sequence-level distillation).",
+        "Which model generates the rows: the student as of that step, or the teacher (sequence-level distillation).",
         allowed=("student", "teacher"),
         changes_results=True,
     )
@@ -357,7 +358,7 @@ class RolloutSection:
     )
     prompt_tokens: int = setting(
         32,
-        "Tokens of a document from which a model goes on, at most half of those in the row. In a conversation the "
+        "Tokens of a document that a model continues, at most half of those in the row. In a conversation the "
         "prompt is what comes before a turn of the assistant.",
         low=1,
         most=1 << 20,
@@ -365,35 +366,35 @@ class RolloutSection:
     )
     max_new_tokens: int = setting(
         128,
-        "Tokens that are written at most; data.seq_len has room for the prompt and these.",
+        "Maximum number of generated tokens; data.seq_len must hold the prompt and these.",
         low=1,
         most=1 << 20,
         changes_results=True,
     )
     temperature: float = setting(
         1.0,
-        "Temperature at which tokens are drawn; 0 takes the likeliest.",
+        "Temperature at which tokens are drawn; 0 takes the most probable.",
         low=0.0,
         most=1e6,
         changes_results=True,
     )
     top_p: float = setting(
         1.0,
-        "Tokens are drawn from the likeliest that reach this probability.",
+        "Tokens are drawn from the most probable ones whose total probability reaches this (top-p).",
         above=0.0,
         high=1.0,
         changes_results=True,
     )
     top_k: int = setting(
         0,
-        "Tokens are drawn from this many of the likeliest; 0 means all.",
+        "Tokens are drawn from this many of the most probable ones (top-k); 0 means all.",
         low=0,
         most=1 << 24,
         changes_results=True,
     )
     min_p: float = setting(
         0.0,
-        "Tokens are drawn from those at least this many times as likely as the likeliest.",
+        "Tokens are drawn from those whose probability is at least this share of the most probable one's (min-p).",
         low=0.0,
         high=1.0,
         changes_results=True,
@@ -418,7 +419,7 @@ class TrainSection:
     lr: float = setting(3e-4, "Peak learning rate.", above=0.0, most=1e38, changes_results=True)
     warmup_steps: int = setting(
         -1,
-        "Steps of linear warm-up; -1 is a tenth of train.steps, at most 20, or 2 % of them where that is more.",
+        "Steps of linear warm-up; -1 is a tenth of train.steps, at most 20, or 2 % of them if that is more.",
         low=-1,
         most=10**9,
         changes_results=True,
@@ -430,7 +431,11 @@ class TrainSection:
         changes_results=True,
     )
     final_lr_ratio: float = setting(
-        0.1, "Where cosine ends, as a share of the peak.", low=0.0, high=1.0, changes_results=True
+        0.1,
+        "Final learning rate of cosine, as a share of the peak.",
+        low=0.0,
+        high=1.0,
+        changes_results=True,
     )
     weight_decay: float = setting(
         0.1, "AdamW's decay, of matrices only.", low=0.0, most=1e6, changes_results=True
@@ -485,7 +490,7 @@ class EvalSection:
     )
     sample_tokens: int = setting(
         16,
-        "Tokens by which each evaluation continues one held-out prompt, to be read; 0 asks for none.",
+        "Tokens by which each evaluation continues one held-out prompt, as a sample to read; 0 generates none.",
         low=0,
         most=256,
     )
@@ -567,7 +572,7 @@ class MemorySection:
     limit_gib: float = setting(
         0.0,
         "Limit in GiB of the device memory the process may use, CUDA's context included; 0 is all that is free. "
-        "Where it is short, the loss takes smaller chunks, then the teacher stays quantized, then activations are "
+        "If memory is short, the loss takes smaller chunks, then the teacher stays quantized, then activations are "
         "recomputed.",
         low=0.0,
         most=1 << 20,
@@ -582,7 +587,7 @@ class KernelsSection:
     )
     layers: str = setting(
         "auto",
-        "What computes what is between the matmuls of layers: our kernels (fused) or torch's operations "
+        "What computes the operations between the matmuls of layers: our kernels (fused) or torch's operations "
         "(torch). auto is fused on a GPU that runs our kernels.",
         allowed=("auto", "fused", "torch"),
     )
@@ -627,7 +632,7 @@ class NotifySection:
     to: str = setting(
         "all",
         "Who gets a message when the run ends, its verdict gets worse or it stalls: all receivers of notify.toml, "
-        "names of some, $VARIABLE for one whose URL is in the environment, separated by commas, or none.",
+        "comma-separated names of receivers ($VARIABLE for one whose URL is in the environment), or none.",
     )
 
 
@@ -636,9 +641,7 @@ class ChecksSection:
     enabled: bool = setting(
         True, "Check in the first minute that the run does what its spec says; costs are shown."
     )
-    skip: str = setting(
-        "", "Ids of checks to leave out, separated by commas (`engine checks --list`)."
-    )
+    skip: str = setting("", "Comma-separated ids of checks to leave out (`engine checks --list`).")
     on_fail: str = setting(
         "stop",
         "What to do when a check fails that makes the run worthless: stop, or report it and continue.",
@@ -669,19 +672,19 @@ class GateSection:
     )
     cache_cosine: float = setting(
         0.999,
-        "Least cosine between a token's hidden state in teacher.cache and the teacher's own.",
+        "Minimum cosine between a token's hidden state in teacher.cache and the teacher's own.",
         low=0.0,
         high=1.0,
     )
     heldout_loss: float = setting(
         0.0,
-        "Largest held-out loss of the student in nats per token; 0 sets no target.",
+        "Maximum held-out loss of the student in nats per token; 0 sets no target.",
         low=0.0,
         most=1e6,
     )
     heldout_share: float = setting(
         0.0,
-        "Least share of the way from the untrained student's held-out loss to the teacher's; at 0 the "
+        "Minimum share of the way from the untrained student's held-out loss to the teacher's; at 0 the "
         "student has to be better than untrained.",
         low=0.0,
         high=1.0,
@@ -747,7 +750,7 @@ class RunSpec:
 
     @property
     def unheard(self) -> RunSpec:
-        """Return the spec of a run that a command makes for itself, without messages about it."""
+        """Return the spec without receivers of messages, for a run that a command makes for itself."""
         return self.with_values({"notify.to": "none"})
 
     @property
@@ -762,8 +765,8 @@ class RunSpec:
 
 def settings_sha256(settings: Mapping[str, Any]) -> str:
     """Hash settings in the form of `to_dict`, without the sections `run` (where the run is kept), `gate`
-    (what its result must reach) and `notify` (who hears of it). For stored settings it equals the hash at the time
-    they were stored, whatever settings have been added since."""
+    (what its result must reach) and `notify` (who gets messages about it). For stored settings it
+    equals the hash at the time they were stored, whatever settings have been added since."""
     excluded = ("run", "gate", "notify")
     kept = {name: section for name, section in settings.items() if name not in excluded}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
@@ -784,9 +787,9 @@ class Option:
     most: float | None
     """Limit far above real use of a number without `high`; maximum length of a text in bytes."""
     path: bool
-    """Whether it names a file or folder that must exist before the run."""
+    """Whether the setting names a file or folder that must exist before the run."""
     changes_results: bool
-    """Whether it is meant to change what is learnt or on what it is judged."""
+    """Whether the setting is meant to change what is learnt or how it is evaluated."""
 
 
 def options() -> Iterator[Option]:
