@@ -1,12 +1,14 @@
-"""Find in the autograd graph of a backward pass a divergence from a teacher: a product of probabilities without
-gradients and the logarithm of the student's softmax, or the other way round.
+"""Find a divergence from a teacher in the autograd graph of a backward pass: a product of a probability and a
+logarithm, of which one comes from the student's softmax and the other has no gradient.
 
-    forward   sum p (log p - log q)        p is kept by autograd as the factor of log q, which is trained
-    reverse   sum q (log q - log p)        log p is kept as the factor of q
-    mixed     sum p (log p - log m) + ...  m is the mean of p and q (Jensen-Shannon); p is kept as the factor of log m
+    p: teacher's probabilities   q: student's probabilities, which are trained   m: mean of p and q (Jensen-Shannon)
 
-p and q have a temperature T if the logits are divided by T before the softmax (Hinton et al., 2015); the gradient of
-the divergence is then T^2 too small unless something multiplies it.
+    forward   sum p (log p - log q)        autograd saves p, the factor of log q
+    reverse   sum q (log q - log p)        autograd saves log p, the factor of q
+    mixed     sum p (log p - log m) + ...  autograd saves p, the factor of log m
+
+With a temperature T the logits are divided by T before the softmax (Hinton et al., 2015). The gradient of the
+divergence is then smaller by T^2, unless the loss is multiplied by T^2.
 """
 
 # Shapes: N positions, V vocabulary, R sampled positions
@@ -21,17 +23,18 @@ from .graph import first, saved, scalar, source, weight
 from .parameters import FACT, PASS, SUSPICION, Line
 
 _MAX_POSITIONS, _MAX_ELEMENTS = 64, 1 << 20
-"""Maximum number of sampled positions, and of their elements: some MiB in float64."""
+"""Maximum number of sampled positions, and maximum number of their elements: some MiB in float64."""
 _SAME = 1e-5
 """Maximum difference in log probability of a likely token between two copies of one model, in nats."""
 _ALIGNED = 16
-"""Number of positions at which the teacher's probabilities are compared with its output."""
+"""Number of positions at which the teacher's probabilities in the loss are compared with the teacher's output."""
 _LIKELY = 1e-2
-"""Minimum probability of a compared token, relative to the most likely one of its position."""
+"""Minimum probability of a compared token, relative to the most likely token at the position."""
 _APART = 1e-6
 """Minimum divergence between two different models, in nats."""
 _FIRST_JUDGED_STEP = 3
-"""First step at which equality is reported: a copy of the initial student differs once the student has moved."""
+"""First step at which equality of teacher and student is reported: a teacher that is a copy of the initial student
+differs once the student has been trained."""
 _SUMS_TO_1 = 1e-2
 """Maximum deviation of a sum of 16-bit probabilities from 1."""
 _DIFFERENCES = ("SubBackward0", "NegBackward0")
@@ -39,13 +42,13 @@ _MIXTURES = ("LogsumexpBackward0", "LogaddexpBackward0", "StackBackward0", "AddB
 
 
 class Divergence:
-    """A divergence between a trained softmax and probabilities without gradients."""
+    """A divergence between the student's softmax, which is trained, and probabilities without a gradient."""
 
     def __init__(
         self, torch: Any, softmax: Any, teacher: Any, way: list[Any], is_mixed: bool, is_exp: bool
     ) -> None:
-        """Read a divergence. `softmax`: the student's, `is_exp` if the loss takes its exponential; `way`: nodes between
-        it and the tensor of the backward pass."""
+        """Read a divergence. `softmax`: node of the student's softmax; `is_exp`: the loss takes the exponential of its
+        result; `way`: nodes from the divergence to the root of the backward pass."""
         self._torch = torch
         self._is_mixed, self._is_exp = is_mixed, is_exp
         self._is_forward = type(softmax).__name__ == "LogSoftmaxBackward0" and not is_exp
@@ -56,7 +59,8 @@ class Divergence:
         self.temperature = temperature or 1.0
         self.knows_temperature = temperature is not None
         self.start = _start(softmax)
-        """First position of the student's logits in the divergence; None where some were selected otherwise."""
+        """First position of the student's logits in the divergence; None if positions were selected by index or
+        mask."""
         self._first = teacher.detach().reshape(-1, self.vocabulary)[:_ALIGNED].clone()
         self._weight = weight(way)
         self._is_mean_of_all = any(
@@ -66,20 +70,21 @@ class Divergence:
         )
         self._rows = _rows_of_batchmean(teacher, way)
         self.padding: Any = None
-        """Tokens at the end of the rows (`runs_at_end`) where all their positions are in the divergence, for each
-        embedding."""
+        """Runs of equal tokens at the end of the rows (`runs_at_end`) for each embedding; None unless all positions of
+        the rows are in the divergence."""
         self._shape = (0, 0)
-        """Rows, and positions of each in the divergence, where `padding` is known."""
+        """Number of rows, and number of positions of each row in the divergence; known if `padding` is."""
         self._is_masked = any(map(_selects, way))
         self.numbers = self._compare(teacher, saved(softmax, "result"))
 
     def sample(self) -> Any:
-        """Return the teacher's probabilities at the first positions, (R, V). Waits for the device."""
+        """Return the teacher's probabilities at the first positions, (R, V). Synchronises with the device."""
         first_RV = self._first.double()
         return first_RV if self._is_forward and bool((first_RV >= 0).all()) else first_RV.exp()
 
     def read_padding(self, ids: list[Any]) -> None:
-        """Compare the positions with what embeddings looked up, (B, T) each: tokens, or their places."""
+        """Find the padding of the rows in `ids`: input ids of embeddings, (B, T) each, which are tokens or
+        positions."""
         if self.start != 0 or self._is_masked:
             return
         runs_of_ids = []
@@ -95,10 +100,16 @@ class Divergence:
             self.padding = self._torch.stack(runs_of_ids)
 
     def _compare(self, teacher: Any, student: Any) -> Any:
-        """Return six numbers on the device: the deviation of the sum of p over the classes from 1; the divergence in
-        nats; the share of positions with the same best token; the largest difference in log probability of likely
-        tokens; 1 if the teacher's tensor holds probabilities where logarithms are expected or the other way round, 2 if
-        it holds neither; and the deviation of the sum of p over the positions from 1."""
+        """Return six numbers on the device:
+
+        1. deviation from 1 of the sum of p over the classes
+        2. divergence in nats
+        3. share of positions at which both have the same most likely token
+        4. largest difference in log probability of likely tokens
+        5. 1 if the teacher's tensor holds probabilities instead of logarithms, or logarithms instead of probabilities;
+           2 if it holds neither
+        6. deviation from 1 of the sum of p over the positions
+        """
         torch, flat = self._torch, (-1, self.vocabulary)
         positions = max(1, min(_MAX_POSITIONS, _MAX_ELEMENTS // self.vocabulary))
         stride = max(1, self.positions // positions)
@@ -115,12 +126,12 @@ class Divergence:
         difference = torch.where(
             p_RV > _LIKELY * p_RV.amax(1, keepdim=True), difference, 0.0
         ).amax()
-        # Probabilities where their logarithms are expected, or the other way round.
+        # Whether the tensor holds probabilities instead of logarithms, or logarithms instead of probabilities.
         swapped_RV = teacher_RV.exp() if self._is_forward else teacher_RV
         is_right = (swapped_RV >= 0).all() & ((swapped_RV.sum(1) - 1).abs().max() <= _SUMS_TO_1)
-        # No probability is negative, and no logarithm of one positive.
+        # A probability is never negative, and its logarithm is never positive.
         is_neither = (p_RV < 0).any() if self._is_forward else (teacher_RV > _SUMS_TO_1).any()
-        # The other axis that a softmax may have been taken over by mistake.
+        # The softmax may have been taken over the axis of positions by mistake.
         off_positions = deviation
         if teacher.dim() == 3 and teacher.shape[1] > 1:
             columns = teacher.detach()[:1, :, : 4 * positions].double()
@@ -140,8 +151,8 @@ class Divergence:
     def lines(
         self, counts: list[float], others: list[float], step: int, padding: list[list[int]]
     ) -> list[Line]:
-        """Return the verdicts at step `step` of its optimizer. `counts`: the numbers of `_compare`; `others`: the
-        weights of cross entropies in the loss; `padding`: `self.padding` on the host."""
+        """Return the verdicts at step `step` of the optimizer. `counts`: the numbers of `_compare`; `others`: weights
+        of the cross entropies in the loss; `padding`: `self.padding`; all on the host."""
         deviation, divergence, agreement, difference, is_other, off_positions = counts
         if deviation > _SUMS_TO_1 >= off_positions:
             text = (
@@ -149,7 +160,7 @@ class Divergence:
                 f"{self.vocabulary} classes"
             )
             return [("divergence_axis", SUSPICION, text, {})]
-        # Soft labels (smoothing, mixup) are no teacher's.
+        # Soft labels (smoothing, mixup) do not come from a teacher.
         if not deviation <= _SUMS_TO_1:
             if not (is_other and self._is_difference):
                 return []
@@ -211,7 +222,7 @@ class Divergence:
         return lines
 
     def _scaling(self, others: list[float]) -> list[Line]:
-        """Judge whether a factor compensates for the temperature."""
+        """Judge whether the factor of the divergence compensates for the temperature."""
         square, weight = self.temperature**2, self._weight
         numbers = {"temperature": self.temperature, "weight": weight}
         if _is_share(weight / square, others):
@@ -227,7 +238,7 @@ class Divergence:
 
 
 def _selects(node: Any) -> bool:
-    """Return whether a node between a divergence and the loss may leave out positions."""
+    """Return whether a node between a divergence and the root may leave out positions."""
     kind = type(node).__name__
     if kind.startswith("MulBackward"):
         return any(
@@ -238,13 +249,13 @@ def _selects(node: Any) -> bool:
 
 
 def _is_share(weight: float, others: list[float]) -> bool:
-    """Return whether a weight is 1, or sums to 1 with the weight of a cross entropy."""
+    """Return whether a weight is 1, or whether its sum with the weight of a cross entropy is 1."""
     return any(abs(weight + other_weight - 1) < 1e-6 for other_weight in (0.0, *others))
 
 
 def _rows_of_batchmean(teacher: Any, way: list[Any]) -> int:
-    """Return the number of rows that divides a sum over positions and vocabulary, as `batchmean` does; 0 if something
-    else divides it, or if each row is one position."""
+    """Return the number of rows, if the sum over positions and vocabulary is divided by it, as `batchmean` does; 0 if
+    it is divided by another number, or if each row is one position."""
     rows = teacher.shape[0]
     for node, next_node in pairwise(way):
         if type(node).__name__ == "SumBackward0" and type(next_node).__name__.startswith(
@@ -256,7 +267,8 @@ def _rows_of_batchmean(teacher: Any, way: list[Any]) -> int:
 
 
 def _start(softmax: Any) -> int | None:
-    """Return the first position of the logits below a softmax; None where rows or positions were selected."""
+    """Return the first position of the logits that a softmax reads; None if rows or positions were selected by
+    index."""
     _, selections = source(softmax)
     if any(type(selection).__name__ != "SliceBackward0" for selection in selections):
         return None
@@ -266,7 +278,7 @@ def _start(softmax: Any) -> int | None:
 
 
 class SoftmaxOverPositions(Divergence):
-    """A divergence whose trained softmax is over another axis than the classes that its matmul gives."""
+    """A divergence whose student softmax is over the positions instead of the classes that its matmul computes."""
 
     def __init__(self, torch: Any, size: int, classes: int) -> None:
         self._sizes, self.start, self.numbers = (size, classes), None, torch.zeros(1)
@@ -286,7 +298,7 @@ class SoftmaxOverPositions(Divergence):
 
 
 def _gives_classes_last(softmax: Any) -> bool:
-    """Return whether the last axis of the input of a softmax is that of the outputs of a matmul."""
+    """Return whether the last axis of a softmax's input is the output axis of a matmul."""
     node = first(softmax)
     while node is not None:
         kind = type(node).__name__.removesuffix("0").removesuffix("Backward")
@@ -308,25 +320,25 @@ def _gives_classes_last(softmax: Any) -> bool:
 
 
 def _temperature(softmax: Any) -> float | None:
-    """Return the number that divides the logits before a softmax, 1 where nothing does; None where it is unknown."""
+    """Return the number that divides the logits before a softmax; 1 if they are not divided, None if unknown."""
     node, _ = source(softmax)
     if node is None or not type(node).__name__.startswith(("DivBackward", "MulBackward")):
         return 1.0
     number = scalar(node)
-    # `scalar` returns 1 also for a divisor that is on a GPU or is no scalar.
+    # `scalar` also returns 1 for a divisor that is on a GPU or is not a scalar.
     if number in (0.0, 1.0):
         return None
     return number if type(node).__name__.startswith("Div") else 1.0 / number
 
 
 def divergence_at(torch: Any, node: Any, way: list[Any]) -> Divergence | None:
-    """Return the divergence whose product of probabilities and logarithms is this node; None if it is none."""
+    """Return the divergence if this node is its product of probabilities and logarithms; else None."""
     if type(node).__name__ != "MulBackward0":
         return None
     factors = [
         tensor for tensor in (saved(node, "self"), saved(node, "other")) if tensor is not None
     ]
-    # If autograd saved both factors, both are trained.
+    # If autograd saved both factors, both have gradients, so that none is a teacher's.
     if len(factors) != 1 or factors[0].dim() < 2 or factors[0].requires_grad:
         return None
     softmax, is_mixed, is_exp = _softmax_below(node)
@@ -347,8 +359,8 @@ def divergence_at(torch: Any, node: Any, way: list[Any]) -> Divergence | None:
 
 
 def _softmax_below(node: Any) -> tuple[Any, bool, bool]:
-    """Return the trained softmax whose logarithm, perhaps minus a constant, enters a product, whether it is mixed with
-    untrained probabilities first, and whether the exponential of its logarithm is taken."""
+    """Return the student's softmax node that a factor of a product is computed from, whether its probabilities are
+    mixed with probabilities without a gradient, and whether the exponential of its logarithm is taken."""
     input_node, _ = source(node)
     is_mixed = is_exp = False
     if type(input_node).__name__ == "ExpBackward0":
