@@ -113,7 +113,7 @@ def test_a_verdict_has_an_exit_code_and_a_line(level: Level, code: int, text: st
 
 
 def test_the_verdict_of_nothing_is_unknown() -> None:
-    assert lowest([]).level is Level.UNKNOWN and lowest([]).reason == "nothing was asked"
+    assert lowest([]).level is Level.UNKNOWN and lowest([]).reason == "nothing was checked"
 
 
 @given(levels=st.lists(st.sampled_from(Level), min_size=1))
