@@ -278,7 +278,7 @@ def test_a_lost_terminal_leaves_the_run_going_and_the_log_says_which_it_was(goin
 
 def test_a_running_run_cannot_be_started_twice(going: Going) -> None:
     again = engine_here("distill", "--resume", going.path)
-    assert again.returncode == 65 and "found one that is" in again.stderr
+    assert again.returncode == 65 and "found a running one" in again.stderr
 
 
 def test_a_trainer_has_no_worker_to_lose_and_no_shared_memory_to_fill(going: Going) -> None:

@@ -150,58 +150,6 @@ def test_clipping_inside_the_update_is_clipping_before_it(clip_norm: float) -> N
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-7)
 
 
-class Watched:
-    """A teacher that writes down what it is asked, and can begin early."""
-
-    def __init__(self, inner: Any, seen: list[tuple[str, int]]) -> None:
-        self.inner, self.seen, self.known = inner, seen, {}
-        self.kept: list[Tensor] = []
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self.inner.vocab_size)
-
-    def _number(self, tokens_BT: Tensor) -> int:
-        self.kept.append(tokens_BT)
-        return self.known.setdefault(id(tokens_BT), len(self.known))
-
-    def prefetch(self, tokens_BT: Tensor, documents_BT: Tensor) -> None:
-        self.seen.append(("prefetch", self._number(tokens_BT)))
-
-    def hidden(self, tokens_BT: Tensor, documents_BT: Tensor) -> Tensor:
-        self.seen.append(("hidden", self._number(tokens_BT)))
-        found: Tensor = self.inner.hidden(tokens_BT, documents_BT)
-        return found
-
-    def head(self) -> Any:
-        return self.inner.head()
-
-
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_a_teacher_begins_with_the_next_batch_before_the_update(
-    kit: Kit, accumulation: int
-) -> None:
-    train = dataclasses.replace(TRAIN, steps=3, rows=2, accumulation=accumulation)
-    trainer = build(kit, train)
-    seen: list[tuple[str, int]] = []
-    trainer.teacher = Watched(trainer.teacher, seen)
-    real = trainer.optimizer.step
-    trainer.optimizer.step = lambda: (seen.append(("update", 0)), real())[1]  # type: ignore[method-assign]
-    expected = [numbers(s) for s in build(kit, train).steps()]
-    assert [numbers(s) for s in trainer.steps()] == expected
-    wanted: list[tuple[str, int]] = [("hidden", 0)]
-    batches = 3 * accumulation
-    for batch in range(batches):
-        last_of_step = batch % accumulation == accumulation - 1
-        if batch + 1 < batches:
-            wanted.append(("prefetch", batch + 1))
-        if last_of_step:
-            wanted.append(("update", 0))
-        if batch + 1 < batches:
-            wanted.append(("hidden", batch + 1))
-    assert seen == wanted
-
-
 def test_a_batch_that_was_looked_at_is_not_yet_taken(
     kit: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
