@@ -30,7 +30,7 @@ def no_answer_json(
 
 
 def figures_json(result: Perplexity) -> dict[str, object]:
-    """Return what was evaluated, and the sums over each document that it comes from."""
+    """Return the JSON of a perplexity: what was measured, and the sums over each document from which it is computed."""
     from dataclasses import asdict
 
     figures: dict[str, Figure | None] = {

@@ -6,9 +6,9 @@ The function that plants a drill has its id as name. Those that hang begin at st
 
     python -m engine.drills.planting DRILL -- ARGUMENTS
 
-is the trainer of a run with what a drill plants: apart from the function that it replaces the ordinary one, with the
-arguments of `python -m engine.train`. A supervisor starts it when APR_WORKBENCH_TRAINER names it, and records that in
-the log of the run.
+is the trainer of a run in which a drill plants its fault. It takes the arguments of `python -m engine.train` and does
+the same, but for the function that the drill replaces. A supervisor starts it when APR_WORKBENCH_TRAINER names it, and
+records that in the log of the run.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Report:
     passed: int
     """Number of judged programs that are right."""
     harness: tuple[str, ...]
-    """Problems without a verdict, with the reason."""
+    """Failures of the test harness: problems without a verdict, with the reason."""
     pass_at_k: dict[int, float]
     interval: Interval | None
     """Interval of pass@1: Wilson's, over problems."""

@@ -131,7 +131,7 @@ class Finding(Signed, frozen=True, kw_only=True):
         return one_line(f"{self.observed.name} of {self.observed.run}: {self.observed.text}")
 
     def cause(self, id_: str) -> Cause:
-        """Return the cause with that id; the only one without an id. Raises BadInput."""
+        """Return the cause with that id; if `id_` is empty, the finding's only cause. Raises BadInput."""
         found = [cause for cause in self.causes if id_ in ("", cause.id)]
         if len(found) == 1:
             return found[0]
@@ -140,7 +140,7 @@ class Finding(Signed, frozen=True, kw_only=True):
 
     def level_of(self, cause: Cause) -> Level:
         """Return the level of a cause: `confirmed` if a test shows that it ends the observation and none shows that it
-        does not, `refuted` the other way."""
+        does not, `refuted` the other way, `not refuted` if tests disagree or none decides."""
         words = {test.verdict for test in self.tests if test.cause == cause.id}
         if cause.withdrawn:
             return "withdrawn"

@@ -25,7 +25,8 @@ from engine.interchange.text_log import read_text_log
 from engine.log.folder import is_run
 
 Reader: TypeAlias = Callable[[Recorded, Mapping[str, str]], None]
-"""Function that reads the files at a `Recorded`'s path into the `Recorded`; raises BadInput."""
+"""Function that reads the files at a `Recorded`'s path into the `Recorded`; raises BadInput. The mapping
+holds the names from `--map`: the engine's name of a value, and its name in the files."""
 
 
 class Kind(NamedTuple):

@@ -228,6 +228,7 @@ class _RowFormatter:
             placed = packed_lengths(whole.train.lengths, data.seq_len, data.packing)
             self._in_split = np.array([number for number, _ in placed])
         self._numbers = corpus.train.numbers
+        """Number in the index of the corpus of each document of the split."""
         in_split = self._in_split[np.unique(self._batch(row_ids).documents_BT)]
         numbers = np.unique(self._numbers[in_split[in_split != PADDING]])
         self._names = {n: document.name for n, document in corpus.train.index.read(numbers)}

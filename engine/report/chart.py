@@ -1,5 +1,5 @@
-"""Draw line charts as SVG, for reports, notebooks without a kernel and findings: the charts of `engine.log.figures`
-for a run, the pairs of a flip with the margin, and a metric over the window that evidence refers to.
+"""Draw line charts as SVG, for reports and notebooks without a kernel: the charts of `engine.log.figures` for a run,
+the same charts of compared runs over each other, and the pairs of a flip with the margin.
 
 A chart holds rectangles, lines and text, and no script, font or separate file. So a page with charts opens offline,
 as does Markdown, and a figure takes some KiB. Solid lines are series, with their names at their ends; dashed lines
