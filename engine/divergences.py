@@ -62,7 +62,7 @@ class Divergence:
     """Whether the divergence compares with a mixture of both distributions, in which `loss.beta` is the teacher's
     weight b."""
     fused: bool = False
-    """Whether the engine's kernel (`engine/kernels/kd_loss.py`) implements it."""
+    """Whether the engine's kernel (`engine/kernels/dense_loss.py`) implements it."""
     sparse: bool = False
     """Whether it can be computed from a part of the vocabulary at each position, such as a store's top-k outputs."""
 

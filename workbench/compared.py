@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.log.downsample import buckets, equal_widths
+from engine.log.downsample import GAP, Trace, buckets, equal_widths
 from engine.log.folder import RunFolder, WatchedCommand
 from engine.log.table import is_absent, numbers
 from engine.log.view import RunView
@@ -28,7 +28,6 @@ from engine.units import format_count, format_seconds
 from engine.watch.runs_feed import READ_BUDGET_S
 from workbench.feed import RunFeed, Snapshot
 from workbench.paths import path_text
-from workbench.traces import GAP, Trace
 
 if TYPE_CHECKING:
     from engine.log.table import Numbers

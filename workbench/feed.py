@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.errors import RunLogError
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder, WatchedCommand, is_run, read_command
-from engine.log.follow import Follower
 from engine.log.read import Liveness
 from engine.log.text import has_ended, status_text
 from engine.log.view import RunView

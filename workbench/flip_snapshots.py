@@ -30,8 +30,8 @@ from engine.flips.text import (
 )
 from engine.flips.verdicts import DECIDED, INCONCLUSIVE
 from engine.flips.watched import options_for
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder, find_runs
-from engine.log.follow import Follower
 from engine.log.read import writer_is_alive
 from engine.units import parse_time
 from workbench.engine_commands import check_flip

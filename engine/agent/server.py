@@ -34,8 +34,8 @@ from engine.flips.proposals import Proposal, proposal_fields, proposals
 from engine.log.downsample import points
 from engine.log.events import PASS
 from engine.log.figures import held_out
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder, find_runs, read_command, settings_of
-from engine.log.follow import Follower
 from engine.log.notes import NAME, read_notes
 from engine.spec import options
 from engine.terminal import printable

@@ -28,8 +28,8 @@ from engine.log.events import (
     Judged,
     StepDone,
 )
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder, find_runs, read_command
-from engine.log.follow import Follower
 from engine.log.text import event_text, identity_text, level_text, one_line
 from engine.log.view import RunView
 from engine.units import format_bytes, format_count, format_seconds, format_value

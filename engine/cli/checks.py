@@ -74,8 +74,8 @@ def _filled(indent: int, *texts: str) -> list[str]:
 
 def _answers(arguments: argparse.Namespace) -> int:
     from engine.catalogue import BY_ID, CHECKS, RETIRED
+    from engine.log.fold import Follower
     from engine.log.folder import open_run, read_command
-    from engine.log.follow import Follower
     from engine.log.text import audit_text, error_lines, errors_text, one_line
     from engine.units import format_seconds
     from engine.verdict import Level, Verdict, lowest

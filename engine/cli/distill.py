@@ -292,8 +292,8 @@ def _start(arguments: argparse.Namespace) -> RunFolder:
 
 
 def _resume(arguments: argparse.Namespace) -> RunFolder:
+    from engine.log.fold import Follower
     from engine.log.folder import must_have_settings, open_run
-    from engine.log.follow import Follower
     from engine.log.read import BrokenLog
     from engine.plan.inputs import check_inputs
     from engine.spec.environment import sets_from_environment
@@ -410,7 +410,7 @@ def _project(run: RunFolder, code: int, *, as_json: bool) -> int:
     """Print the projection of the whole run from the first steps of a run that ended with `code`. Returns the
     exit code of the verdict: 0 when the steps were made and every check passed, 1 when one failed, 2 when one
     is unknown."""
-    from engine.log.follow import Follower
+    from engine.log.fold import Follower
     from engine.spec import spec_from_dict
     from engine.train.checkpoint.continuing import resume_command
     from engine.watch.projection import project, projection_lines

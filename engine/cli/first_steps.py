@@ -20,8 +20,8 @@ from engine.cli.progress import exit_code
 from engine.errors import BadInput
 from engine.log.beats import log_of, read_lost_rank
 from engine.log.events import DecisionMade, RunFinished
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder, create_run
-from engine.log.follow import Follower
 from engine.log.read import LogReader
 from engine.log.text import status_text
 from engine.log.view import RunView

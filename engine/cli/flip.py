@@ -134,8 +134,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _propose(arguments: argparse.Namespace) -> int:
     """Say what could be flipped about a run, and with which command."""
     from engine.flips.proposals import proposal_fields, proposal_lines, proposals
+    from engine.log.fold import Follower
     from engine.log.folder import open_run, read_command, settings_of
-    from engine.log.follow import Follower
 
     if len(arguments.source) != 1:
         raise UsageError("--propose: expected one run", hint="engine flip runs/NAME --propose")

@@ -13,7 +13,7 @@ import time
 from engine.cli.answers import put_json
 from engine.errors import EXIT_FAIL
 from engine.log.events import AnyEvent, Judged, Phase, kind_of
-from engine.log.follow import Follower
+from engine.log.fold import Follower
 from engine.log.text import (
     alert_lines,
     event_text,

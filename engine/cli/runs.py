@@ -27,8 +27,8 @@ from engine.cli.arguments import (
 from engine.terminal import aligned, clipped, put, say
 
 if TYPE_CHECKING:
+    from engine.log.fold import Follower
     from engine.log.folder import RunFolder
-    from engine.log.follow import Follower
     from engine.log.notes import Notes
     from engine.watch.runs_feed import RunRow
 
@@ -85,8 +85,8 @@ def list_runs(arguments: argparse.Namespace) -> int:
                                                  name or as section.key, compared by > < >= <= = !=
     """
     from engine.errors import RunLogError
+    from engine.log.fold import Follower
     from engine.log.folder import find_runs, last_change
-    from engine.log.follow import Follower
     from engine.log.text import status_text
     from engine.watch.metrics import metrics_text
     from engine.watch.verdict_line import verdict_of
@@ -243,8 +243,8 @@ def tail(arguments: argparse.Namespace) -> int:
     wrong; then the exit code is 65.
     """
     from engine.errors import RunLogError
+    from engine.log.fold import Follower
     from engine.log.folder import open_run
-    from engine.log.follow import Follower
     from engine.log.text import has_ended, line_text, status_text
     from engine.watch.verdict_line import run_verdict_lines
 

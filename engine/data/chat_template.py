@@ -99,7 +99,7 @@ class ChatTemplate:
     known: dict[Any, tuple[str, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """Cache of its properties found by rendering (`engine.data.unwritten`, `engine.data.chat`)."""
+    """Cache of its properties found by rendering (`engine.data.unwritten`, `engine.data.chat_labels`)."""
     _compiled: dict[tuple[str, bool], Program] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )

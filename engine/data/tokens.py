@@ -7,7 +7,8 @@ The end-of-text token belongs to the document it ends, and every document ends w
 n tokens takes n + 1 positions. Boundaries are stored separately from the tokens and never recovered by searching
 for end-of-text, which may also occur inside a text.
 
-A conversation is tokenized as its chat template renders it (`engine.data.chat`), without an added end-of-text token,
+A conversation is tokenized as its chat template renders it (`engine.data.chat_labels`), without an added end-of-text
+token,
 and only tokens that the assistant wrote are labels. A conversation that the template cannot render is left out.
 """
 
@@ -23,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.data.chat import Chat, Turns, encode_chats
+from engine.data.chat_labels import Chat, Turns, encode_chats
 from engine.data.chat_template import ChatTemplate
 from engine.data.conversations import read_conversation
 from engine.data.corpus import Document

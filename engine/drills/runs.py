@@ -17,8 +17,8 @@ from typing import Any
 
 from engine import child, demo
 from engine.errors import InternalError, RunLogError
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 from engine.log.text import has_ended
 from engine.log.view import RunView
 from engine.machine.host import Cgroup, Host

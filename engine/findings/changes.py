@@ -34,8 +34,8 @@ from engine.flips.flip_folder import read_pairs, read_verdict
 from engine.flips.plan import Plan
 from engine.flips.proposals import proposals
 from engine.flips.verdicts import ENDS_IT, ENDS_IT_HERE, INVALID
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder, read_command, settings_of
-from engine.log.follow import Follower
 from engine.log.observed import observation, run_id
 from engine.redact import Redactor
 from engine.sealing import now_utc

@@ -35,8 +35,8 @@ from engine.flips.script_folder import (
     remove_copy,
     write_line,
 )
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder, create_run, is_run
-from engine.log.follow import Follower
 from engine.log.held import ALLOCATOR, read_held
 from engine.log.observed import is_shown, shown, trace_of
 from engine.log.text import has_ended, one_line

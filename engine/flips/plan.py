@@ -35,8 +35,8 @@ from engine.files import parse_json
 from engine.flips.command import NOTHING, SEED, WORDS, Arm, Command, option_for
 from engine.flips.script_settings import OWN, SCRIPT_SETTINGS
 from engine.flips.statistics import ALPHA, LEVEL, PRIOR_WEIGHT
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder, is_run, must_have_settings
-from engine.log.follow import Follower
 from engine.log.observed import Observed, observed_fields
 from engine.spec import GONE, RunSpec, build_spec, load_spec, parse_set
 

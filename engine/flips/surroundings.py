@@ -27,8 +27,8 @@ from engine.errors import BadInput, RunLogError
 from engine.files import user_state
 from engine.flips.arms import metrics_of
 from engine.flips.plan import LONGEST_S, Plan
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder, is_run
-from engine.log.follow import Follower
 from engine.log.view import RunView
 from engine.machine.cuda_driver import ask_in_child
 from engine.machine.host import Host

@@ -32,8 +32,8 @@ from engine.flips.plan import (
 from engine.flips.script_folder import COPY_BYTES, COPY_FILES, line_of, size_to_copy
 from engine.flips.script_settings import read_script_settings
 from engine.flips.surroundings import time_of_run
+from engine.log.fold import Follower
 from engine.log.folder import COMMAND, RunFolder, read_command
-from engine.log.follow import Follower
 from engine.units import format_bytes
 
 OUTPUTS = frozenset(

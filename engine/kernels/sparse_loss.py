@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.compiler import Variant
-from engine.kernels.kd_loss import LEAST, LOG2_E, UNIT, _power, _read
+from engine.kernels.dense_loss import LEAST, LOG2_E, UNIT, _power, _read
 from engine.kernels.registry import compiled_as, launch
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -145,7 +145,7 @@ def differentiate_rest(
     temperature: float,
 ) -> RowSums:
     """Write dz of the ids other than the K for rows `first` to `first + C`; z and dz are views of a
-    `kd_loss.row_buffer`.
+    `dense_loss.row_buffer`.
 
     `kept_4C` has, for the K ids of each row, the largest z, the sums of e^((z - largest)/T) and of
     e^(z - largest), and the teacher's p_R, which is 0 without a tail. For rows without such ids it

@@ -4,7 +4,7 @@ It uses [C, V] buffers of fp32 logits, reused by every chunk, and one buffer of 
 matmuls for `FUSED_HELD` chunks, which in bf16 is as large as two of the others. The matmuls for dH and dW
 then cover all rows of these chunks at once.
 
-With a teacher's hidden states (`engine.kernels.kd_loss`) every row writes its results to its own
+With a teacher's hidden states (`engine.kernels.dense_loss`) every row writes its results to its own
 location, so nothing is accumulated between chunks. With sparse targets (`engine.kernels.sparse_loss`;
 `eager.py` has the formulas and is the oracle) the kernel handles the rest of the vocabulary and torch
 the K target tokens of each row. For `top_k`, the K logits are removed from their row before its sums are
@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.kernels.kd_loss import LossRows, row_buffer, tuning_of
+from engine.kernels.dense_loss import LossRows, row_buffer, tuning_of
 from engine.kernels.sparse_loss import differentiate_rest
 from engine.loss.chunks import FUSED_HELD, Job, SparseTargets, TeacherHidden, Totals
 from engine.models.head import multiply, project

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from engine.catalogue import skipped_ids
 from engine.checkpoint_folders import FREE_SPACE_FACTOR, published, step_of
-from engine.data.chat import Turns
+from engine.data.chat_labels import Turns
 from engine.data.chat_template import ChatTemplate, find_chat_template, template_of
 from engine.data.corpus import Corpus, check_corpus, open_corpus
 from engine.data.sources import column_names

@@ -26,8 +26,8 @@ import msgspec
 import engine
 from engine.errors import EngineError, RunLogError
 from engine.log.events import LogOpened, name_of_non_finite
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 from engine.log.read import events_of
 from engine.log.view import RunView
 from engine.machine.surroundings import PACKAGES, installed_versions, is_run_variable

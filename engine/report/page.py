@@ -29,8 +29,8 @@ from engine.flips.flip_folder import is_flip, read_pairs, read_plan_of, read_ver
 from engine.flips.judge import interval_of
 from engine.flips.text import pair_heading, pair_line, plan_lines, verdict_lines
 from engine.log.events import FAIL
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder, WatchedCommand, is_run, read_command, settings_of
-from engine.log.follow import Follower
 from engine.log.gpus import RANKS, UNKNOWN, Cell, gpu_table, rank_rows
 from engine.log.identities import identity_lines
 from engine.log.text import (

@@ -4,7 +4,7 @@
 
 The log identifies models by the hashes of their tensors in memory. The teacher is built first, because a
 student that is the same model is refused by comparing the two. The teacher's kernels are compiled here, so
-that no step waits for a compilation (`engine.train.compiles`).
+that no step waits for a compilation (`engine.train.kernel_warm_up`).
 
 A teacher may be read from stored outputs. Facts that otherwise come from the loaded teacher then come
 from the store's manifest: the hash of its weights, vouched for by the files they came from; the
@@ -55,8 +55,8 @@ from engine.teachers.truncating import DroppedMass, TruncatingTeacher
 from engine.train import to_events
 from engine.train.background import Background, ModelHash
 from engine.train.checkpoint.continuing import check_same_teacher
-from engine.train.compiles import Compiles, build_cudnn_attention
 from engine.train.data import Data
+from engine.train.kernel_warm_up import Compiles, build_cudnn_attention
 from engine.train.rollout import Rollout, turns_of
 from engine.train.step import BeatObserver
 from engine.train.stop_request import StopRequest

@@ -14,8 +14,8 @@ from engine.models.activation_checkpointing import configure_layers
 from engine.models.attention import record_documents
 from engine.plan.knobs import give_up_graphs
 from engine.plan.run_plan import Plan
-from engine.train.compiles import build_cudnn_attention
 from engine.train.cuda_graphs import Graphs
+from engine.train.kernel_warm_up import build_cudnn_attention
 from engine.train.to_events import Log
 from engine.train.trainer import Trainer
 

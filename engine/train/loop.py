@@ -50,9 +50,9 @@ from engine.train.background import Background
 from engine.train.checking import context_of
 from engine.train.checkpoint.continuing import past_checks
 from engine.train.checkpoint.keeper import Keeper
-from engine.train.compiles import Compiles
 from engine.train.data import Data
 from engine.train.heldout import continued, heldout_loss, prompt_of
+from engine.train.kernel_warm_up import Compiles
 from engine.train.non_finite import non_finite, stop_for_weights, stop_unless_finite
 from engine.train.ranks.sharding import whole_student
 from engine.train.recorder import Recorder

@@ -66,9 +66,9 @@ from engine.teachers.store.write import (
 from engine.teachers.truncating import TruncatingTeacher
 from engine.train import to_events
 from engine.train.build import examine
-from engine.train.compiles import Compiles, build_cudnn_attention
 from engine.train.data import prepare_data
 from engine.train.heldout import heldout_loss
+from engine.train.kernel_warm_up import Compiles, build_cudnn_attention
 from engine.train.stop_request import StopRequest
 from engine.units import format_bytes
 from engine.version import VERSION

@@ -28,8 +28,8 @@ from engine.crash import as_engine_error, is_memory_error, trace_of
 from engine.errors import EXIT_FAIL, EXIT_INTERRUPTED, DiskFull, EngineError
 from engine.log.beats import BeatWriter, log_of
 from engine.log.events import Evaluated, Note, Phase, RunFinished, RunStarted
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder, open_run
-from engine.log.follow import Follower
 from engine.log.view import RunView
 from engine.log.write import LogWriter
 from engine.models.adapter import is_adapted
@@ -55,9 +55,9 @@ from engine.train.build import Builder, holds_heldout, recall_heldout
 from engine.train.capture_student import configure_student
 from engine.train.checkpoint.continuing import versions_changed
 from engine.train.checkpoint.keeper import Keeper
-from engine.train.compiles import Compiles
 from engine.train.data import Data, prepare_data
 from engine.train.finish import Outcome, save_student, write_receipt
+from engine.train.kernel_warm_up import Compiles
 from engine.train.loop import TrainingLoop
 from engine.train.ranks.sharding import (
     check_same_weights,

@@ -34,7 +34,7 @@ from engine.data.batches import Batch
 from engine.log.beats import BeatWriter
 from engine.log.events import IDLE, REST, StepDone
 from engine.loss.chunks import SparseTargets
-from engine.loss.objective import LARGEST_DZ_SUM, LOWEST_DIVERGENCE, LossTerms
+from engine.loss.kd_loss import LARGEST_DZ_SUM, LOWEST_DIVERGENCE, LossTerms
 from engine.models.head import Head
 from engine.runtime.ranks import Ranks
 from engine.train.rollout import Written

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from engine.data.batches import Batches
 from engine.log.events import DATA, DEVICE, LAUNCH, OBSERVERS, OUTSIDE, ROLLOUT, StepDone
-from engine.loss.objective import LossTerms, distillation_loss
+from engine.loss.kd_loss import LossTerms, distillation_loss
 from engine.models.attention import record_documents
 from engine.models.decoder import Decoder
 from engine.runtime.device import torch_dtype

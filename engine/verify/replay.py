@@ -20,8 +20,8 @@ from engine.catalogue import CHECKS, STAGES
 from engine.errors import CheckpointError, write_error
 from engine.files import read_json_object
 from engine.limits import RUN_FILE
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder, create_run
-from engine.log.follow import Follower
 from engine.signals import partial_output
 from engine.spec import RunSpec, spec_from_dict, spec_to_toml
 from engine.terminal import StatusLine

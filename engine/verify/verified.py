@@ -15,8 +15,8 @@ from pathlib import Path
 from engine.catalogue import STAGES
 from engine.checkpoint_folders import published, step_of
 from engine.errors import BadInput, EngineError, RunLogError, SpecError, UsageError
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder, must_have_settings
-from engine.log.follow import Follower
 from engine.plan.inputs import check_inputs
 from engine.receipts.receipt import check_receipt, not_compared, read_receipt_or_facts
 from engine.spec import spec_from_dict

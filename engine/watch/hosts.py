@@ -13,8 +13,8 @@ import time
 from typing import NamedTuple
 
 from engine.errors import UsageError
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 from engine.log.read import writer_is_alive
 from engine.units import format_seconds
 

@@ -17,8 +17,8 @@ from contextlib import suppress
 
 from engine.errors import RunLogError
 from engine.log.events import ALERT, Event, Notified
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 from engine.log.read import events_of
 from engine.log.view import RunView
 from engine.notify.message import ENDED, STALLED, WORSE, Message

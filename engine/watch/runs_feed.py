@@ -15,8 +15,8 @@ from pathlib import Path
 from engine.errors import RunLogError
 from engine.log.events import GpuSample
 from engine.log.filters import Subject
+from engine.log.fold import Follower
 from engine.log.folder import FoundRun, RunFolder, find_all, settings_of
-from engine.log.follow import Follower
 from engine.log.notes import NAME, Notes, read_notes
 from engine.log.read import Liveness
 from engine.log.sparkline import intervals

@@ -14,8 +14,8 @@ from typing import BinaryIO
 from engine import child
 from engine.bytecode import with_bytecode
 from engine.errors import BadInput, InternalError, RunLogError, write_error
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder, read_command
-from engine.log.follow import Follower
 from engine.log.read import id_of
 from engine.log.write import read_host
 from engine.signals import descendants, end

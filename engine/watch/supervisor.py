@@ -44,8 +44,8 @@ from engine.log.events import (
     StopForwarded,
     TrainerStarted,
 )
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 from engine.log.held import forget_held
 from engine.log.write import LogWriter, read_host, repair
 from engine.machine.threads import VARIABLE, choose_thread_wait

@@ -32,8 +32,8 @@ from typing import Any
 from engine.errors import RunLogError
 from engine.log.beats import Beat, behind, read_beats, waited_for
 from engine.log.events import Event, Judged, Note, StackDump
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 from engine.log.view import RunView, Table
 from engine.units import format_seconds
 from engine.watch.active_alerts import ActiveAlerts

@@ -3,7 +3,7 @@
     arm            what it does
     products       the four matmuls that every form needs, in bf16, and nothing else
     fp32 products  the same with fp32 results, which a loss needs to keep its precision
-    ce, kd         engine.loss.objective with alpha 1 and 0.5: cross entropy, and with a teacher
+    ce, kd         engine.loss.kd_loss with alpha 1 and 0.5: cross entropy, and with a teacher
                    eager and fused: the two implementations of what is between the matmuls
     reverse_kl,    kd with another divergence; jsd with the teacher's weight at 0.3
     jsd
@@ -32,7 +32,7 @@ from engine.divergences import DIVERGENCES, fused_divergences
 from engine.kernels.dequantize import has_triton
 from engine.kernels.linear import Scratch
 from engine.loss.chunks import FUSED_HELD, LossKernel, default_chunk_rows
-from engine.loss.objective import distillation_loss
+from engine.loss.kd_loss import distillation_loss
 from engine.models.head import Head, PackedHead, multiply
 from engine.models.packed import reserve
 from engine.plan.knobs import choose_loss_kernel

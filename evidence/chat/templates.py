@@ -110,7 +110,7 @@ def tokenizer_for(text: str, folder: Path) -> Any:
 
 def labelled(path: Path, folder: Path) -> list[list[Any]]:
     """Return template, kind and labelled runs, or the reason, for each kind."""
-    from engine.data.chat import Chat, encode_chats
+    from engine.data.chat_labels import Chat, encode_chats
     from engine.data.chat_template import ChatTemplate
     from engine.data.conversations import read_conversation
 

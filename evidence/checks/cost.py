@@ -15,8 +15,8 @@ import sys
 import time
 from pathlib import Path
 
+from engine.log.fold import Follower
 from engine.log.folder import open_run
-from engine.log.follow import Follower
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "engine/demo/demo.toml"

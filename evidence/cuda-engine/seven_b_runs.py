@@ -20,8 +20,8 @@ import torch
 
 from engine.flips.arms import metrics_of
 from engine.formats.gguf_write import write_gguf
+from engine.log.fold import Follower
 from engine.log.folder import open_run
-from engine.log.follow import Follower
 from engine.quant.tensor import QuantTensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))

@@ -25,8 +25,8 @@ import torch
 
 from engine.flips.arms import metrics_of
 from engine.formats.gguf_write import write_gguf
+from engine.log.fold import Follower
 from engine.log.folder import open_run
-from engine.log.follow import Follower
 from engine.teachers.store.folder import open_store
 from engine.teachers.store.teacher import Reader
 

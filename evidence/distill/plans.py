@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pynvml
 
+from engine.log.fold import Follower
 from engine.log.folder import open_run
-from engine.log.follow import Follower
 
 from runs import figures, make_inputs
 

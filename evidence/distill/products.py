@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.kernels.kd_loss import LossRows, row_buffer
+from engine.kernels.dense_loss import LossRows, row_buffer
 from engine.models.head import multiply
 from engine.models.load import new_decoder
 

@@ -28,8 +28,8 @@ from pathlib import Path
 import torch
 
 from engine.formats.gguf_write import write_gguf
+from engine.log.fold import Follower
 from engine.log.folder import open_run
-from engine.log.follow import Follower
 from engine.quant.tensor import QuantTensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))

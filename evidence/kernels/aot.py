@@ -30,9 +30,9 @@ from engine.errors import InternalError
 from engine.kernels import (
     adamw,
     choose,
+    dense_loss,
     dequantize_triton,
     fp8_quantise,
-    kd_loss,
     layer_parts,
     paged_attention,
     sparse_loss,
@@ -132,11 +132,11 @@ def _loss_variants() -> tuple[Variant, ...]:
     """Return the fused loss kernels for Qwen2.5's vocabulary of 151936, with and without a teacher."""
     bf16 = [torch.bfloat16]
     return (
-        *kd_loss.variants(LOSS_IDS, bf16, teacher=False),
-        *kd_loss.variants(LOSS_IDS, bf16, teacher=True, temperature=1.5),
-        *kd_loss.variants(LOSS_IDS, bf16, teacher=True, temperature=2, divergence="reverse_kl"),
-        *kd_loss.variants(LOSS_IDS, bf16, teacher=True, temperature=2, divergence="jsd"),
-        *kd_loss.variants(LOSS_IDS, teacher=True, temperature=2),
+        *dense_loss.variants(LOSS_IDS, bf16, teacher=False),
+        *dense_loss.variants(LOSS_IDS, bf16, teacher=True, temperature=1.5),
+        *dense_loss.variants(LOSS_IDS, bf16, teacher=True, temperature=2, divergence="reverse_kl"),
+        *dense_loss.variants(LOSS_IDS, bf16, teacher=True, temperature=2, divergence="jsd"),
+        *dense_loss.variants(LOSS_IDS, teacher=True, temperature=2),
         *sparse_loss.variants(bf16, temperature=1.5),
         *sparse_loss.variants(temperature=2),
     )

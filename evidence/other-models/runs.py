@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import transformers
 
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = ROOT / "engine" / "demo" / "teacher" / "tokenizer.json"

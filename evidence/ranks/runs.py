@@ -27,8 +27,8 @@ import sys
 import time
 from pathlib import Path
 
+from engine.log.fold import Follower
 from engine.log.folder import open_run
-from engine.log.follow import Follower
 from engine.log.read import LogReader
 
 found = importlib.util.spec_from_file_location(

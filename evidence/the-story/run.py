@@ -175,8 +175,8 @@ class Story:
     def hang(self) -> None:
         """The run with the defect, until it is named, and the kill."""
         from engine.log.events import Judged, StackDump
+        from engine.log.fold import Follower
         from engine.log.folder import RunFolder
-        from engine.log.follow import Follower
 
         self.engine("distill", "kd.toml", "--out", "runs/hang", "--detach", planted=True)
         follower = Follower(RunFolder(self.folder / "runs" / "hang"))
@@ -248,8 +248,8 @@ class Story:
 
     def measured(self, run: str) -> dict[str, Any]:
         from engine.flips.arms import metrics_of
+        from engine.log.fold import Follower
         from engine.log.folder import RunFolder
-        from engine.log.follow import Follower
 
         view = Follower(RunFolder(self.folder / run)).read_all()
         metrics = metrics_of(view, 3)

@@ -20,7 +20,7 @@ from engine.models.head import OwnMatmul, logits_of
 from engine.models.load import load_packed_decoder
 from engine.models.packed import head_of
 from engine.teachers.frozen import FrozenDecoder
-from engine.train.compiles import Compiles
+from engine.train.kernel_warm_up import Compiles
 from tests.support.packed_models import lively, make_config, random_tokens, write
 
 pytestmark = pytest.mark.gpu

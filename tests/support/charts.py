@@ -5,8 +5,8 @@ from __future__ import annotations
 import string
 from collections.abc import Sequence
 
+from engine.log.downsample import Trace
 from workbench.plot.chart import Chart, Line
-from workbench.traces import Trace
 
 
 def chart_of(traces: Sequence[Trace], x_name: str = "step") -> Chart:

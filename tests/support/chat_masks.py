@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.data.chat import Chat
+from engine.data.chat_labels import Chat
 from engine.data.chat_template import Message
 from engine.data.conversations import Conversation, read_conversation
 from engine.formats.tokenizer import Tokenizer

@@ -23,9 +23,9 @@ from torch.nn import functional as F
 from engine.data import batches
 from engine.data.batches import IGNORED, Batch
 from engine.drills.planting import replaced
-from engine.loss import objective
+from engine.loss import kd_loss
 from engine.loss.chunks import Job
-from engine.loss.objective import LossTerms
+from engine.loss.kd_loss import LossTerms
 from engine.models import decoder
 from engine.models.decoder import Attention, AttentionInputs, Decoder, RMSNorm
 from engine.train import trainer
@@ -441,7 +441,7 @@ def later_chunks_without_gradient() -> AbstractContextManager[None]:
 
         return spoilt
 
-    return replaced(objective, "_run_chunks", make)
+    return replaced(kd_loss, "_run_chunks", make)
 
 
 @_between("step_gradients")

@@ -20,8 +20,8 @@ from engine.checks.context import Context
 from engine.checks.result import Result
 from engine.checks.runner import Checks
 from engine.data.batches import Batches, heldout_rows
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder, create_run
-from engine.log.follow import Follower
 from engine.models.config import ModelConfig
 from engine.models.load import load_decoder, new_decoder
 from engine.spec import RunSpec, build_spec

@@ -1,4 +1,4 @@
-"""The distillation loss in its simplest form: the reference for `engine.loss.objective`."""
+"""The distillation loss in its simplest form: the reference for `engine.loss.kd_loss`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.divergences import DIVERGENCES
-from engine.loss.objective import IGNORE_LABEL, LossTerms
+from engine.loss.kd_loss import IGNORE_LABEL, LossTerms
 
 # Shapes: N tokens, M labelled tokens, V student vocabulary, W teacher vocabulary
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 from engine.log.text import has_ended
 from engine.log.view import RunView
 from tests.support.forked import run_new, run_python, start_python

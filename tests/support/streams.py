@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.data.chat import Turns
+from engine.data.chat_labels import Turns
 from engine.data.chat_template import ChatTemplate
 from engine.data.corpus import Document, Split
 from engine.data.left_out import LeftOut, count_left_out

@@ -160,7 +160,7 @@ def shell(tmp_path: Path) -> Shell:
 
 
 def state(run: Path) -> str:
-    from engine.log.follow import Follower
+    from engine.log.fold import Follower
 
     follower = Follower(RunFolder(run))
     follower.read_all()

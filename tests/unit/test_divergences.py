@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.divergences import DIVERGENCES, Divergence, Logits
 from engine.errors import BadInput
-from engine.loss.objective import (
+from engine.loss.kd_loss import (
     LARGEST_DZ_SUM,
     LOWEST_DIVERGENCE,
     LossTerms,

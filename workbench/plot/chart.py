@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from engine.log.axis import Axis
-from engine.log.downsample import Bucket
+from engine.log.downsample import Bucket, Trace
 from engine.units import format_value
 from workbench.plot.canvas import (
     ASCII,
@@ -42,7 +42,6 @@ from workbench.plot.canvas import (
     flow,
     name_places,
 )
-from workbench.traces import Trace
 
 MIN_WIDTH, MIN_HEIGHT = 24, 4
 """Smallest size in cells on which curves are drawn; below it the newest values are written instead."""

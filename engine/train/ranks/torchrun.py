@@ -43,8 +43,8 @@ from engine.log.beats import (
     waited_for,
     write_lost_rank,
 )
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder, open_run
-from engine.log.follow import Follower
 from engine.spec import spec_from_dict
 from engine.terminal import say
 from engine.train.stop_request import GRACE_S

@@ -19,7 +19,7 @@ from engine.export.convert import convert
 from engine.formats.gguf_write import write_gguf
 from engine.formats.tokenizer import open_tokenizer
 from engine.kernels.linear import Scratch
-from engine.loss.objective import distillation_loss
+from engine.loss.kd_loss import distillation_loss
 from engine.models.config import ModelConfig
 from engine.models.head import PackedHead, multiply, project
 from engine.models.load import load_decoder, load_packed_decoder

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from engine.log.beats import read_beats, read_lost_rank
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 from engine.log.view import RunView
 from tests.support.kit import Kit
 from tests.support.lacks import skip_for

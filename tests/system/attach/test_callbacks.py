@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from engine.log.events import Evaluated, Judged, Logged, Note, TrainerExited
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder, read_command
-from engine.log.follow import Follower
 from engine.log.text import command_lines
 from tests.support.attached import (
     PROBE,

@@ -19,8 +19,8 @@ import pytest
 
 from engine.errors import BadInput
 from engine.log.events import AnyEvent, LauncherGone, Note, TrainerExited, TrainerStarted
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder, read_command
-from engine.log.follow import Follower
 from engine.log.observed import observation
 from engine.log.read import LogReader
 from engine.watch.rules.rule import read_settings

@@ -9,8 +9,8 @@ import pytest
 
 from engine.catalogue import BY_ID
 from engine.log.events import FACT, FAIL, LEVELS, PASS, SUSPICION, UNKNOWN
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 from tests.support.attached import Ran, run_twice, run_watched, watched_once
 
 SETUP = """

@@ -22,8 +22,8 @@ import pytest
 from engine.attach.process import exit_code, find_process, ranks_in
 from engine.errors import BadInput
 from engine.log.events import AnyEvent, ProcessFound, StackDump, TrainerExited
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder, read_command
-from engine.log.follow import Follower
 from engine.log.read import LogReader
 from engine.machine.surroundings import find_command, may_attach
 from engine.watch.start_and_stop import stop

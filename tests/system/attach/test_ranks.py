@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from engine.log.events import FACT, FAIL, PASS, SUSPICION, UNKNOWN
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 from tests.support.attached import BEGIN, Ran, agree, run_twice, run_watched, watched_once
 from tests.system.attach.test_identities import degrees, outcomes
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from engine.log.events import Evaluated, Logged, StepDone
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 from engine.log.read import LogReader
 from engine.log.text import event_text, result_lines
 from tests.support.attached import PROBE, Ran, run_watched, watched_once

@@ -14,8 +14,8 @@ import pytest
 
 from engine.attach.command import PROBE, RUN_VARIABLE
 from engine.attach.supervisor import training_process
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder, create_run
-from engine.log.follow import Follower
 from engine.log.view import RunView
 from engine.watch.rules.rule import Case
 from engine.watch.rules.stall import UNSEEN_WORK_S, silence

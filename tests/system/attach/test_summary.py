@@ -30,8 +30,8 @@ from engine.log.events import (
     TrainerStarted,
     Watched,
 )
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder, create_run
-from engine.log.follow import Follower
 from engine.log.write import LogWriter
 from tests.support.judged import alert_event, identity_event
 from tests.support.paths import ROOT

@@ -18,8 +18,8 @@ from engine.attach.probe.apr_watch.trainings import Trainings
 from engine.attach.supervisor import training_process
 from engine.log.beats import behind, read_beats, read_lost_rank, waited_for
 from engine.log.events import Note, ScriptEnded
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder, create_run, find_runs
-from engine.log.follow import Follower
 from engine.log.read import LogReader
 from tests.support.running import environment
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 from tests.support.kit import Kit
 from tests.support.lacks import skip_for
 from tests.support.running import DEADLINE_S, engine, environment, start, wait_for, wait_until_ended

@@ -22,8 +22,8 @@ import pytest
 
 from engine.cli.main import main
 from engine.errors import RunLogError
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder, find_runs
-from engine.log.follow import Follower
 from engine.log.view import GOING_ON
 from tests.support.hostile_logs import ACTED_ON, hostile_run, is_a_run
 from tests.support.notebook_pages import CountedComm, comms, drawn

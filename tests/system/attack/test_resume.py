@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 from engine.train import run as trainer_module
 from tests.support.checked_runs import World, make_world
 from tests.support.finished_runs import carried_out

@@ -20,8 +20,8 @@ from engine.data.batches import Batches
 from engine.data.corpus import open_corpus
 from engine.formats.tokenizer import open_tokenizer
 from engine.log.events import Judged
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 from engine.models.config import ModelConfig
 from engine.models.load import new_decoder, save_decoder
 from engine.spec import LossSection, RunSpec, TrainSection, load_spec

@@ -29,8 +29,8 @@ from engine.evaluate.model import open_model
 from engine.export.publish import Wanted, publish
 from engine.export.required_evidence import examine
 from engine.formats.safetensors import tensors_sha256
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 from engine.model_families import FAMILIES
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder

@@ -19,8 +19,8 @@ from engine.catalogue import BY_ID, CHECKS, STAGES, When, skipped_ids
 from engine.checks import runner
 from engine.cli import checks as command
 from engine.errors import EXIT_FAIL, EXIT_PASS, EXIT_UNKNOWN, SpecError, UsageError
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 from engine.log.text import event_text
 from engine.log.write import LogWriter
 from engine.verdict import Level

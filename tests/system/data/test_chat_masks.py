@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import engine.demo
-from engine.data.chat import Chat, encode_chats
+from engine.data.chat_labels import Chat, encode_chats
 from engine.data.chat_template import ChatTemplate, Unrenderable
 from engine.data.conversations import Conversation, read_conversation
 from engine.data.left_out import Skipped

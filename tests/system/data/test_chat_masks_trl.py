@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine.data.chat import STRADDLING as STRADDLES
-from engine.data.chat import Chat, encode_chats
+from engine.data.chat_labels import STRADDLING as STRADDLES
+from engine.data.chat_labels import Chat, encode_chats
 from engine.data.conversations import Conversation, read_conversation
 from engine.formats.tokenizer import Tokenizer
 from tests.support.chat_masks import (

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from engine.data.chat import encode_chats
+from engine.data.chat_labels import encode_chats
 from engine.data.chat_template import ChatTemplate
 from engine.data.conversations import Conversation, read_conversation
 from engine.data.left_out import Skipped

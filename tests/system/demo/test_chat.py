@@ -9,7 +9,7 @@ from engine.data.chat_template import find_chat_template, template_of
 from engine.data.corpus import open_corpus
 from engine.formats.open import open_weights
 from engine.formats.tokenizer import open_tokenizer
-from engine.log.follow import Follower
+from engine.log.fold import Follower
 from engine.spec import load_spec
 from evidence.chat.make_chats import COUNT, SEED, make_chats
 from tests.support.finished_runs import carry_out

@@ -25,8 +25,8 @@ from engine.flips.pair import Pair
 from engine.flips.plan import Plan, make_plan
 from engine.flips.statistics import Interval
 from engine.flips.surroundings import device_lock, find_surroundings
+from engine.log.fold import Follower
 from engine.log.folder import find_runs
-from engine.log.follow import Follower
 from engine.log.view import RunView
 from tests.support.kit import Kit
 from tests.support.running import engine_here, environment

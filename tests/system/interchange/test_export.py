@@ -14,8 +14,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from engine.log.events import Logged, StepDone
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 from engine.log.table import STEP_FIELDS
 from engine.log.view import RunView
 from tests.support.run_folders import Scene, completed, corrupt, empty, evaluated, resumed, step

@@ -18,8 +18,8 @@ import tensorboard  # noqa: F401  the file is skipped where it is not installed
 import wandb  # noqa: F401
 
 from engine.interchange.names import ENGINE_NAMES, NAMES, plain
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder, read_command, settings_of
-from engine.log.follow import Follower
 from engine.log.view import RunView
 from tests.support.running import engine_here
 from tests.support.screens import on_screen, press, text_of, texts_of, words_of

@@ -15,8 +15,8 @@ import pytest
 
 from engine.cli.main import main
 from engine.log.events import Event, Note
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 from engine.log.read import LONGEST_LINE_BYTES, BrokenLog, LogReader
 from engine.log.write import encode
 from tests.support.run_events import finished, numbered, opened, started, step

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 import engine.log.read as read_module
 from engine.errors import RunLogError
 from engine.log.events import Event, Known, StepDone
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 from engine.log.read import BrokenLog, LogReader, decode_line
 from engine.log.view import SOURCES, RunView, Source
 from engine.log.write import encode

@@ -25,8 +25,8 @@ from engine.log.events import (
     Unrecognised,
     kind_of,
 )
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder, create_run, find_runs, open_run
-from engine.log.follow import Follower
 from engine.log.read import BrokenLog, LogReader, decode_line, writer_is_alive
 from engine.log.view import RunView
 from engine.log.write import LogWriter, encode
@@ -448,7 +448,7 @@ def test_a_log_is_read_again_from_each_of_its_points(tmp_path: Path) -> None:
 
 def test_reading_a_run_loads_neither_torch_nor_numpy() -> None:
     code = (
-        "import sys, engine.log.follow, engine.log.text\n"
+        "import sys, engine.log.fold, engine.log.text\n"
         "print([m for m in ('torch', 'numpy', 'transformers', 'pynvml') if m in sys.modules])"
     )
     done = subprocess.run(

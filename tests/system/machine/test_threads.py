@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 from engine.machine.threads import choose_thread_wait
 from tests.support.kit import Kit
 from tests.support.running import engine

@@ -20,8 +20,8 @@ from engine.cli.main import main
 from engine.errors import BadInput, WeightsError
 from engine.evaluate.model import open_model
 from engine.generation.generate import generate
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 from engine.models.load import load_decoder, save_decoder
 from engine.models.read_config import read_config
 from engine.models.transformers_config import library_warnings, quiet

@@ -14,8 +14,8 @@ import pytest
 
 import engine.watch.notices as notices
 from engine.log.events import ALERT, FAIL, SUSPICION, Event, Judged, Note, Notified
+from engine.log.fold import Follower
 from engine.log.folder import create_run
-from engine.log.follow import Follower
 from engine.log.read import LogReader
 from engine.log.write import LogWriter
 from engine.notify.message import Message

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.log.follow import Follower
+from engine.log.fold import Follower
 from tests.support.finished_runs import carried_out
 from tests.support.kit import Kit, tiny_config
 from tests.support.lacks import skip_for

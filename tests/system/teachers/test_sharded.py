@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from engine.errors import BadInput
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 from engine.log.view import RunView
 from engine.log.write import LogWriter
 from engine.machine.reading import measured

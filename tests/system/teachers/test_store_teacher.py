@@ -18,10 +18,10 @@ from engine.data.corpus import open_corpus
 from engine.errors import TrainingFailed
 from engine.formats.tokenizer import open_tokenizer
 from engine.log.events import Note
+from engine.log.fold import Follower
 from engine.log.folder import open_run
-from engine.log.follow import Follower
 from engine.log.view import RunView
-from engine.loss.objective import distillation_loss
+from engine.loss.kd_loss import distillation_loss
 from engine.models.head import DenseHead, project
 from engine.models.load import load_decoder, new_decoder
 from engine.models.read_config import read_config

@@ -10,7 +10,7 @@ import pytest
 from engine.data.batches import Batches, heldout_rows
 from engine.data.corpus import open_corpus
 from engine.formats.tokenizer import open_tokenizer
-from engine.log.follow import Follower
+from engine.log.fold import Follower
 from engine.log.text import event_text
 from tests.support.chats import CHATML, conversations, make_tokenizer
 from tests.support.finished_runs import carry_out

@@ -17,8 +17,8 @@ import pytest
 from engine.checkpoint_folders import published
 from engine.checks import runner
 from engine.errors import DiskFull
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 from engine.log.text import decision_lines
 from engine.plan.inputs import check_inputs
 from engine.spec import load_spec, settings_sha256

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from engine.cli.progress import exit_code
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 from tests.support.finished_runs import resumed_here
 from tests.support.forked import start_python
 from tests.support.kit import Kit

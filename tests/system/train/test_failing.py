@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.errors import TrainingFailed
-from engine.log.follow import Follower
+from engine.log.fold import Follower
 from engine.train.loop import TrainingLoop
 from engine.train.run import why_failed
 from tests.support.finished_runs import carried_out

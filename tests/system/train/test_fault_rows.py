@@ -28,8 +28,8 @@ from engine.flips.arms import sum_up
 from engine.flips.pair import equal
 from engine.log import write as write_module
 from engine.log.events import LauncherGone, Note, StepDone
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder, create_run
-from engine.log.follow import Follower
 from engine.log.read import BrokenLog, LogReader
 from engine.log.view import SILENT_S, RunView
 from engine.log.write import LogWriter, repair

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from engine.log.beats import read_beats
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 from engine.log.write import HOST, read_host
 from engine.report.page import content_of, page_body
 from tests.support.hosts import NAMES, lose_host, start_hosts

@@ -94,7 +94,7 @@ ASSERTIONS = (
         "A8",
         "a NaN that is masked",
         rules=("non_finite",),
-        tests=("loss/objective::a_non_finite_logit_gives_a_non_finite_loss",),
+        tests=("loss/kd_loss::a_non_finite_logit_gives_a_non_finite_loss",),
     ),
     Failure(
         "A9",

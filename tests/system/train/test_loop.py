@@ -16,8 +16,8 @@ from torch import Tensor
 
 from engine.checkpoint_folders import published, step_of
 from engine.log.events import HOST_PARTS, Judged, RunFinished, StepDone
+from engine.log.fold import Follower
 from engine.log.folder import create_run
-from engine.log.follow import Follower
 from engine.log.read import LogReader
 from engine.spec import load_spec
 from engine.train import loop

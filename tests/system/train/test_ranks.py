@@ -17,8 +17,8 @@ import torch
 from engine.errors import BadInput
 from engine.formats.open import open_weights
 from engine.log.beats import read_beats, read_lost_rank
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 from engine.log.view import RunView
 from engine.runtime.ranks import Ranks, ranks_here, use_own_gpu
 from tests.support.finished_runs import finish

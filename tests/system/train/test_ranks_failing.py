@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from engine.log.beats import read_lost_rank
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 from tests.support.faulty_rank import MODULE
 from tests.support.kit import Kit
 from tests.support.running import engine, engine_here

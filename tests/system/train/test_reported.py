@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from engine.data.corpus import open_corpus
 from engine.formats.tokenizer import Tokenizer, open_tokenizer
 from engine.log.events import Evaluated
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 from engine.models.load import load_decoder
 from engine.plan.inputs import check_inputs
 from engine.plan.memory import EVAL_ROWS_AT_ONCE

@@ -17,7 +17,7 @@ from engine.log.events import Judged, StepDone, Wrote
 from engine.log.folder import RunFolder
 from engine.log.read import LogReader
 from engine.log.rows import path_of, read_rows
-from engine.loss.objective import distillation_loss
+from engine.loss.kd_loss import distillation_loss
 from engine.spec import load_spec
 from engine.train.trainer import Trainer
 from tests.support.finished_runs import carried_out, resumed_here

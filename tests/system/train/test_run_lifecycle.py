@@ -18,8 +18,8 @@ import pytest
 from engine.checkpoint_folders import published
 from engine.errors import RunLogError
 from engine.log.events import LauncherGone, LogOpened, Note, RunFinished
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 from engine.log.view import RunView
 from engine.log.write import LogWriter
 from engine.train import run as trainer_module

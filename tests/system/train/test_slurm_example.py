@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 from tests.support.kit import Kit
 from tests.support.paths import ROOT
 from tests.support.running import environment

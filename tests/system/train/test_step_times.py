@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.log.events import STEP_PHASES
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 
 
 def test_the_log_says_where_the_time_of_each_step_went(whole: Path) -> None:

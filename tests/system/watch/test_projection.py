@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 from engine.spec import RunSpec
 from engine.watch.projection import project, projection_lines
 from tests.support.finished_runs import train_here

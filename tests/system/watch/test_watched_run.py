@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from engine.log.events import StopForwarded
-from engine.log.follow import Follower
+from engine.log.fold import Follower
 from engine.log.view import RunView
 from tests.support.kit import Kit
 from tests.support.running import DEADLINE_S, engine_here, start, wait_for, wait_until_ended

@@ -12,7 +12,7 @@ from engine.audit.judge import ROUNDED_PER_SHOWN
 from engine.audit.reference import AdamW, Objective, PlainDecoder, Shape, Targets
 from engine.checks.weights import shape_of, weights_of
 from engine.loss.chunks import SparseTargets
-from engine.loss.objective import distillation_loss
+from engine.loss.kd_loss import distillation_loss
 from engine.model_families import FAMILIES
 from engine.models.rope import LongRope
 from tests.support.families import CHANGES

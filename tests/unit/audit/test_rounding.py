@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.audit.judge import LOG_ROUNDINGS
-from engine.loss.objective import distillation_loss
+from engine.loss.kd_loss import distillation_loss
 
 
 def excess(divergence: str, seed: int) -> float:

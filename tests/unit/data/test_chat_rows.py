@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from engine.data.batches import IGNORED, Batches, gather_rows, heldout_rows, labelled_rows
-from engine.data.chat import Chat, encode_chats
+from engine.data.chat_labels import Chat, encode_chats
 from engine.data.conversations import read_conversation
 from engine.data.corpus import Corpus, Document, check_corpus, open_corpus
 from engine.data.tokens import TokenStream

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.data.chat import STRADDLING, WEIGHED, WITHHELD, Chat, encode_chats
+from engine.data.chat_labels import STRADDLING, WEIGHED, WITHHELD, Chat, encode_chats
 from engine.data.chat_template import ChatTemplate
 from engine.data.conversations import read_conversation
 from engine.data.corpus import open_corpus

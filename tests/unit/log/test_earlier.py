@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from engine.log.events import Judged
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 from engine.log.read import decode_line
 
 EVIDENCE = Path(__file__).parents[3] / "evidence" / "2026-11-27-hang-at-step-zero"

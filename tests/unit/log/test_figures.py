@@ -17,7 +17,7 @@ from engine.log.figures import (
     lanes_of,
     references,
 )
-from engine.log.follow import Follower
+from engine.log.fold import Follower
 from engine.log.table import Table
 from engine.log.view import RunView
 from tests.support.run_folders import Scene, evaluated, gpu, step

@@ -12,8 +12,8 @@ import pytest
 from engine.errors import UsageError
 from engine.log.beats import Beat, waited_for
 from engine.log.events import Event, GpuSample, HostSample, Note
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 from engine.log.gpus import gpu_lines, rank_lines
 from engine.log.read import Liveness
 from engine.log.text import line_text

@@ -11,8 +11,8 @@ import pytest
 
 from engine.errors import BadInput
 from engine.log.events import AnyEvent, Judged, RunFinished, ScriptEnded, TrainerExited
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 from engine.log.observed import Observed, is_shown, observation, observations, raised_at, shown
 from tests.support.judged import alert_event, check_event, identity_event, is_alert
 from tests.support.run_folders import START_UNIX_S, Scene, started, step

@@ -14,7 +14,7 @@ from engine.cli.main import main
 from engine.cli.progress import exit_code
 from engine.log.beats import log_of
 from engine.log.events import AnyEvent, Event, Judged, Note, RunFinished, TrainerExited
-from engine.log.follow import Follower
+from engine.log.fold import Follower
 from engine.log.in_order import InOrder
 from engine.log.read import Liveness
 from engine.log.text import check_lines, line_text, status_text

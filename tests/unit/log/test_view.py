@@ -36,9 +36,8 @@ from engine.log.events import (
     TrainerStarted,
     Unrecognised,
 )
-from engine.log.fold import LOG_LINES_KEPT
+from engine.log.fold import LOG_LINES_KEPT, Follower
 from engine.log.folder import create_run
-from engine.log.follow import Follower
 from engine.log.read import Liveness
 from engine.log.table import STEP_FIELDS, Table
 from engine.log.view import (

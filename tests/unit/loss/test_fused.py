@@ -16,11 +16,11 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from engine.divergences import fused_divergences
-from engine.kernels import kd_loss
+from engine.kernels import dense_loss
 from engine.kernels.compiler import Variant
 from engine.kernels.registry import pointer_type
 from engine.loss.chunks import LossKernel, default_chunk_rows
-from engine.loss.objective import (
+from engine.loss.kd_loss import (
     LARGEST_DZ_SUM,
     LOWEST_DIVERGENCE,
     LossTerms,
@@ -230,7 +230,7 @@ def test_a_head_in_blocks_teaches_what_its_values_teach() -> None:
 @given(
     vocabulary=st.integers(2, 40000),
     rows=st.integers(1, 9),
-    dtype=st.sampled_from(kd_loss.DTYPES),
+    dtype=st.sampled_from(dense_loss.DTYPES),
     alpha=st.sampled_from([0.0, 0.4, 1.0]),
     temperature=st.sampled_from([1.0, 1.5, 2.0, 4.0]),
     divergence=st.sampled_from(fused_divergences()),
@@ -253,13 +253,13 @@ def test_warm_up_knows_each_variant_that_is_launched(
         launched.add(variant)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kd_loss, "launch", note)
+        patch.setattr(dense_loss, "launch", note)
         # A CPU multiplies in fp32 whatever it is given; the kernel is told the dtype of a GPU.
-        rows_of = kd_loss.LossRows.empty(
-            rows, vocabulary, torch.device("cpu"), kd_loss.tuning_of(divergence)
+        rows_of = dense_loss.LossRows.empty(
+            rows, vocabulary, torch.device("cpu"), dense_loss.tuning_of(divergence)
         )
         z_CV, t_CV, dz_CV = (
-            kd_loss.row_buffer(rows, vocabulary, kind, torch.device("cpu"))
+            dense_loss.row_buffer(rows, vocabulary, kind, torch.device("cpu"))
             for kind in (torch.float32, torch.float32, dtype)
         )
         rows_of.differentiate(
@@ -272,7 +272,7 @@ def test_warm_up_knows_each_variant_that_is_launched(
             temperature=temperature,
             divergence=divergence,
         )
-    warmed = kd_loss.variants(
+    warmed = dense_loss.variants(
         vocabulary, [dtype], teacher=alpha < 1, divergence=divergence, temperature=temperature
     )
     assert launched <= set(warmed) and launched

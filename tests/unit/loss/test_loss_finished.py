@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.loss import objective
+from engine.loss import kd_loss
 from engine.loss.chunks import Job, Totals
 from engine.loss.eager import EagerChunks
-from engine.loss.objective import distillation_loss
+from engine.loss.kd_loss import distillation_loss
 
 N, V, D, E = 41, 61, 12, 20
 
@@ -117,7 +117,7 @@ def test_products_of_several_chunks_at_once_give_the_same_gradients(
         made.append(HoldsThree(job, shape, like))
         return made[-1]
 
-    monkeypatch.setattr(objective, "_form", form)
+    monkeypatch.setattr(kd_loss, "_form", form)
     for mine, theirs in zip(answer(backward_from_loss=backward_from_loss), wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
     # 30 labelled rows in chunks of 5: two groups.

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.loss.chunks import SparseTargets
-from engine.loss.objective import (
+from engine.loss.kd_loss import (
     LARGEST_DZ_SUM,
     LOWEST_DIVERGENCE,
     LossTerms,

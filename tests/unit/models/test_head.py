@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.kernels.linear import Scratch
-from engine.loss.objective import LossTerms, distillation_loss
+from engine.loss.kd_loss import LossTerms, distillation_loss
 from engine.models.head import DenseHead, Head, PackedHead, Slices, multiply, project
 from engine.quant.blocks import BLOCK_TYPES
 from engine.quant.planes import PackedMatrix, pack, unpack

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import BadInput
-from engine.loss.objective import distillation_loss
+from engine.loss.kd_loss import distillation_loss
 from engine.models.decoder import Decoder
 from engine.models.load import load_packed_decoder
 from engine.teachers import truncating

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from engine.decision import Decision
 from engine.log.events import Phase
+from engine.log.fold import Follower
 from engine.log.folder import create_run
-from engine.log.follow import Follower
 from engine.log.write import LogWriter
 from engine.train.to_events import write
 from tests.support.paths import ROOT

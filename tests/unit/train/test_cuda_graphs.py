@@ -21,8 +21,8 @@ import torch
 from engine.data.batches import Batches
 from engine.errors import BadInput, InternalError, TrainingFailed
 from engine.formats.safetensors import tensors_sha256
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 from engine.log.text import decision_lines
 from engine.log.write import LogWriter
 from engine.models.adapter_targets import trained_parameters

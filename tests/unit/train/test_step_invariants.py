@@ -15,10 +15,10 @@ from engine.data.batches import Batches
 from engine.data.tokens import starts_of
 from engine.errors import TrainingFailed
 from engine.log.events import StepDone
+from engine.log.fold import Follower
 from engine.log.folder import create_run
-from engine.log.follow import Follower
 from engine.log.write import LogWriter
-from engine.loss.objective import LARGEST_DZ_SUM, LOWEST_DIVERGENCE
+from engine.loss.kd_loss import LARGEST_DZ_SUM, LOWEST_DIVERGENCE
 from engine.models.config import ModelConfig
 from engine.models.load import new_decoder
 from engine.runtime.ranks import Ranks

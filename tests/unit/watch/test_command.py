@@ -11,7 +11,7 @@ from engine.catalogue import CHECKS
 from engine.cli.main import main
 from engine.drills import naming
 from engine.log.events import Judged, Phase, RunFinished, TrainerExited
-from engine.log.follow import Follower
+from engine.log.fold import Follower
 from engine.watch.rules import RULES
 from tests.support.judged import alert_end, alert_event, number_event
 from tests.support.run_events import example_of

@@ -10,8 +10,8 @@ import pytest
 
 from engine.interchange import importing
 from engine.log.events import FAIL, NUMBER, Judged
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 from engine.log.view import RunView
 
 BEGAN_S = 1_750_000_000

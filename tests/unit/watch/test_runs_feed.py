@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 from engine.log.notes import NAME, change_notes
 from engine.watch import runs_feed
 from engine.watch.runs_feed import RunRow, RunsFeed

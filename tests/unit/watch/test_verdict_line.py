@@ -25,7 +25,7 @@ from tests.support.run_folders import Scene
 
 
 def view_of(tmp_path: Path, *events: Event) -> tuple[RunView, str]:
-    from engine.log.follow import Follower
+    from engine.log.fold import Follower
 
     scene = Scene(tmp_path / "run").open()
     for event in events:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from engine.log.fold import Follower
 from engine.log.folder import RunFolder
-from engine.log.follow import Follower
 from engine.watch.runs_feed import RunRow, RunsFeed
 from tests.support.judged import alert_event
 from tests.support.perf import many, within

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.log.downsample import points_of, smoothed, window_traces
 from engine.log.events import Compiled
 from engine.log.figures import marks_of
-from engine.log.follow import Follower
+from engine.log.fold import Follower
 from engine.log.table import Table
 from engine.units import format_seconds
 from tests.support.judged import alert_end, alert_event, number_event
@@ -21,8 +22,7 @@ from workbench.marks import Mark, all_marks
 from workbench.plot.canvas import plain
 from workbench.plot.chart import Band, Chart, Line, dots_of, margin_of, render_chart
 from workbench.plot.window import SMALLEST, Window
-from workbench.traces import points_of, smoothed, window_traces
-from workbench.tui.widgets.timeline_pane import SIGNS, clock_ticks, signs_of
+from workbench.tui.widgets.loss_chart import SIGNS, clock_ticks, signs_of
 
 WIDTH, HEIGHT = 60, 20
 

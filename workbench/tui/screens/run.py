@@ -32,10 +32,10 @@ from workbench.tui.screens.form import ChooseScreen
 from workbench.tui.screens.polling import Polled, PollingScreen
 from workbench.tui.widgets.key_bar import KeyBar
 from workbench.tui.widgets.log_pane import LogPane
+from workbench.tui.widgets.loss_chart import LossChart
 from workbench.tui.widgets.pane_tabs import PaneTabs, pane_keys
 from workbench.tui.widgets.status_line import StatusLine
 from workbench.tui.widgets.text_pane import TextPane
-from workbench.tui.widgets.timeline_pane import TimelinePane
 
 TABS = {pane.id: (pane.shown_key, pane.name) for pane in PANES}
 
@@ -167,7 +167,7 @@ class RunScreen(PollingScreen):
     def _make_pane(self, pane: Pane) -> Widget:
         title = pane.numbered_title()
         if pane.id == "loss":
-            return TimelinePane(title, ascii_only=self.context.ascii_only, id=pane.id)
+            return LossChart(title, ascii_only=self.context.ascii_only, id=pane.id)
         if pane.id == "log":
             return LogPane(title, id=pane.id)
         return TextPane(title, id=pane.id, help=pane.help)
@@ -197,7 +197,7 @@ class RunScreen(PollingScreen):
             return
         with self.app.batch_update():
             self.query_one(StatusLine).snapshot = snapshot
-            line = self.query_one(TimelinePane)
+            line = self.query_one(LossChart)
             line.marks, line.snapshot = self._marks, snapshot
             self.query_one(LogPane).snapshot = snapshot
             for pane in PANES:
@@ -274,7 +274,7 @@ class RunScreen(PollingScreen):
     # Keys of panes.
 
     def action_log_y(self) -> None:
-        plot = self.query_one(TimelinePane)
+        plot = self.query_one(LossChart)
         plot.log_y = not plot.log_y
 
     def action_follow(self) -> None:
@@ -307,8 +307,8 @@ class RunScreen(PollingScreen):
         if (target := self.target()) is not None:
             ask_to_resume(self, target)
 
-    @on(TimelinePane.Opened)
-    def open_marks(self, message: TimelinePane.Opened) -> None:
+    @on(LossChart.Opened)
+    def open_marks(self, message: LossChart.Opened) -> None:
         """Show what is under the cursor, and open the form filled with the flip that its alert names."""
         can_flip = bool(self.check_action("flip", ()))
         flippable = next(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from textual.pilot import Pilot
 
-from engine.log.downsample import Bucket
+from engine.log.downsample import Bucket, Trace
 from engine.log.folder import RunFolder
 from engine.report.compared import METRICS, results_table, settings_note
 from tests.support.run_folders import completed, corrupt, evaluated, killed, resumed, running, torn
@@ -26,7 +26,6 @@ from workbench.paths import path_text, with_short_paths
 from workbench.plot.canvas import plain
 from workbench.plot.chart import Chart, Line, dots_of, render_chart
 from workbench.plot.series import SERIES
-from workbench.traces import Trace
 
 METRIC = {metric.name: metric for metric in METRICS}
 SIZES = [

@@ -17,8 +17,8 @@ from tests.support.screens import on_screen, poll, settle
 from workbench.tui.app import WorkbenchApp
 from workbench.tui.screens.run import RunScreen
 from workbench.tui.widgets.log_pane import LogPane
+from workbench.tui.widgets.loss_chart import LossChart
 from workbench.tui.widgets.text_pane import TextPane
-from workbench.tui.widgets.timeline_pane import TimelinePane
 
 SIZES = [(160, 45), (80, 24)]
 
@@ -36,7 +36,7 @@ class Counts:
 
         def dirty(widget: Widget, *regions: Any) -> None:
             for part in widget.ancestors_with_self:
-                if isinstance(part, TextPane | TimelinePane | LogPane):
+                if isinstance(part, TextPane | LossChart | LogPane):
                     self.drawn[str(part.id)] += 1
             set_dirty(widget, *regions)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from textual.pilot import Pilot
 
-from engine.log.downsample import Bucket
+from engine.log.downsample import Bucket, Trace
 from tests.support.charts import chart_of
 from tests.support.run_folders import completed, killed, running
 from tests.support.screens import on_screen, press, resize, text_of
@@ -17,9 +17,8 @@ from workbench.listing import Row
 from workbench.marks import all_marks
 from workbench.plot.canvas import Span, plain
 from workbench.plot.chart import Chart, Level, Line, legend_rows, render_chart
-from workbench.traces import Trace
+from workbench.tui.widgets.loss_chart import signs_of
 from workbench.tui.widgets.row_list import lines_of
-from workbench.tui.widgets.timeline_pane import signs_of
 
 BRAILLE = {chr(0x2800 + bits) for bits in range(1, 256)}
 

@@ -16,7 +16,7 @@ from tests.support.run_folders import Scene, completed, corrupt, killed, resumed
 from tests.support.screens import on_screen, press, texts_of, words_of
 from workbench.tui.screens.flip import FlipScreen
 from workbench.tui.widgets.log_pane import LogView
-from workbench.tui.widgets.timeline_pane import TimelinePane
+from workbench.tui.widgets.loss_chart import LossChart
 
 SIZES = [(40, 12), (80, 24), (120, 40), (160, 45)]
 ALERT = alert_event(
@@ -37,8 +37,8 @@ def alerted(path: Path) -> RunFolder:
     return scene.close().run
 
 
-def line_of(pilot: Pilot[None]) -> TimelinePane:
-    return pilot.app.screen.query_one(TimelinePane)
+def line_of(pilot: Pilot[None]) -> LossChart:
+    return pilot.app.screen.query_one(LossChart)
 
 
 def test_the_cursor_reads_out_a_step_and_moves_to_the_ends(tmp_path: Path) -> None:

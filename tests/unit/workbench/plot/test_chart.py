@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.log.axis import Axis
-from engine.log.downsample import bucket_at, buckets, equal_widths
+from engine.log.downsample import Trace, bucket_at, buckets, equal_widths, points_of
 from tests.support.charts import chart_of
 from workbench.plot.canvas import ASCII, UNICODE, plain
 from workbench.plot.chart import Band, LaneRow, Level, Point, render_chart
-from workbench.traces import Trace, points_of
 
 WIDTH, HEIGHT = 60, 12
 

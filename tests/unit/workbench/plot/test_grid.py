@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from engine.log.downsample import points_of
 from tests.support.charts import chart_of
 from workbench.plot.canvas import plain
 from workbench.plot.chart import Chart
 from workbench.plot.grid import render_grid, shape_of
-from workbench.traces import points_of
 
 
 def chart(title: str) -> Chart:

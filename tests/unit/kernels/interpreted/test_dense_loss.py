@@ -15,7 +15,7 @@ from engine.divergences import DIVERGENCES, fused_divergences
 
 pytest.importorskip("triton")
 
-from engine.kernels.kd_loss import LossRows, Tuning, row_buffer
+from engine.kernels.dense_loss import LossRows, Tuning, row_buffer
 
 # Columns beyond V are -infinity, and their difference is masked; sums that overflow are made again.
 pytestmark = [

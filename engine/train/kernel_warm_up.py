@@ -87,7 +87,7 @@ class Compiles:
 
     def warm_up_loss(self, plan: Plan, log: Log) -> None:
         """Compile the kernels that the fused loss launches for the student."""
-        from engine.kernels import kd_loss, sparse_loss
+        from engine.kernels import dense_loss, sparse_loss
         from engine.kernels.prewarm import warm_up
 
         spec, vocabulary = plan.spec, plan.inputs.student.vocab_size
@@ -95,7 +95,7 @@ class Compiles:
         log(Phase(name="compiling the loss", detail=f"for {vocabulary} ids"))
         # The checks of the loss use fp32, whatever the dtype of the matmuls.
         dtypes = (torch_dtype(spec.student.precision), torch.float32)
-        variants = kd_loss.variants(
+        variants = dense_loss.variants(
             vocabulary,
             dtypes,
             teacher=has_teacher,
@@ -103,7 +103,7 @@ class Compiles:
             temperature=temperature,
         )
         if spec.rollout.share and spec.rollout.divergence != spec.loss.divergence:
-            variants += kd_loss.variants(
+            variants += dense_loss.variants(
                 vocabulary,
                 dtypes,
                 teacher=True,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.data.chat import (
+from engine.data.chat_labels import (
     NO_ASSISTANT,
     NO_TOKEN,
     OTHER_CONTENT,

@@ -1,5 +1,5 @@
-"""The timeline of a run: losses, marks, step time and the machine's readings over one x axis, with a cursor and
-its keys.
+"""The loss chart of a run: losses, marks, step time and the machine's readings over one x axis, its timeline, with a
+cursor and its keys.
 
 What is on top is one of `CURVES`: the losses on held-out text with those that they are compared with, the
 training loss, or its parts. The x axis is the step; before the first step it is the time.
@@ -19,6 +19,7 @@ from textual.events import Click
 from textual.message import Message
 from textual.reactive import reactive
 
+from engine.log.downsample import GAP, Trace, points_of, smoothed, window_traces
 from engine.log.figures import LOSSES, gap_text, held_out, lanes_of, references
 from engine.log.table import Table
 from engine.log.text import clock_text, number_text
@@ -38,7 +39,6 @@ from workbench.plot.chart import (
     margin_of,
 )
 from workbench.plot.window import Window
-from workbench.traces import GAP, Trace, points_of, smoothed, window_traces
 from workbench.tui.widgets.chart_view import ChartView
 
 CURVES = ("held-out", "training", "parts")
@@ -48,7 +48,7 @@ REACH = 0.05
 """Length of the moving average of the losses, as a share of the shown range."""
 
 
-class TimelinePane(ChartView, can_focus=True):
+class LossChart(ChartView, can_focus=True):
     """Draws the timeline of a snapshot, with a window on the run and a cursor in it."""
 
     HELP = """# Time line

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.loss.chunks import default_chunk_rows
-from engine.loss.objective import IGNORE_LABEL, LossTerms, distillation_loss
+from engine.loss.kd_loss import IGNORE_LABEL, LossTerms, distillation_loss
 from tests.support.reference_loss import reference_loss
 
 # Shapes: N tokens, V student vocabulary, W teacher vocabulary, D student width, E teacher width.
