@@ -162,7 +162,7 @@ def _problems(arguments: argparse.Namespace) -> int:
     self-test                             of the sandbox and the problems: unfit problems are left out
     programs                              generated and judged, one line each
     """
-    from engine.evaluate.results import read_if_any
+    from engine.evaluate.results import read_if_exists
     from engine.evaluate.sandbox import open_sandbox
 
     _refuse_usage(arguments)
@@ -173,7 +173,7 @@ def _problems(arguments: argparse.Namespace) -> int:
     _refuse_no_model(arguments.model)
     against_side = _read_other(arguments.against, problems)
     path = arguments.results or _results_file(arguments.model, problems)
-    read_if_any(path)
+    read_if_exists(path)
     try:
         return _evaluate(arguments, problems, against_side, path, open_sandbox())
     except NoAnswer as error:
@@ -198,7 +198,7 @@ def _evaluate(
         lines = ProgressLines("trials of the self-test")
         left_out = self_test(sandbox, problems.problems, progress=lines, unfit=arguments.unfit)
         for name, reason in left_out.items():
-            say(f"left out of the count: {name}: {reason}")
+            say(f"excluded by the self-test: {name}: {reason}")
         return left_out
 
     against = arguments.against
@@ -317,13 +317,13 @@ def _judge(
 ) -> Side:
     """Judge every program of one model that `results_path` does not have yet. `run_self_test` is called when everything
     is open, and returns the problems that are left out, with reasons."""
-    from engine.evaluate.humaneval import Settings, evaluate, room
+    from engine.evaluate.humaneval import Settings, evaluate, token_limit
     from engine.evaluate.problems import STOPS
-    from engine.evaluate.results import open_results, read_results, refuse_other
+    from engine.evaluate.results import open_results, read_results, results_of
     from engine.evaluate.sandbox import RULES
 
     model = open_asked(arguments, path)
-    tokens = room(model, problems, arguments.max_tokens)
+    tokens = token_limit(model, problems, arguments.max_tokens)
     settings = Settings(
         samples=arguments.samples, sampling=sampling_of(arguments), max_tokens=tokens
     )
@@ -336,7 +336,7 @@ def _judge(
         "stops": list(STOPS[problems.benchmark]),
         "sandbox": {"rules": RULES, "cpu_s": sandbox.cpu_s, "clock_s": sandbox.clock_s},
     }
-    refuse_other(results_path, about, unknown_keys=("problems", "without"))
+    results_of(results_path, about, unknown_keys=("problems", "without"))
     left_out = run_self_test()
     judged = _without(problems, left_out)
     about |= {

@@ -1,4 +1,4 @@
-"""The output of `engine eval`: tables and sentences for people, one JSON value for programs, and progress on
+"""Format the output of `engine eval`: tables and sentences for people, one JSON value for programs, and progress on
 stderr."""
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _FEW = 20
 def no_answer_json(
     benchmark: str, error: NoAnswer, about: Mapping[str, object]
 ) -> dict[str, object]:
-    """Return the JSON of an evaluation without a result: the reason takes the place of the figures."""
+    """Return the JSON of an evaluation without a result: the reason instead of the figures."""
     return {"benchmark": benchmark, **about, "mode": "unknown", "error": error.message}
 
 
 def figures_json(result: Perplexity) -> dict[str, object]:
-    """Return the JSON of a perplexity: what was measured, and the sums over each document from which it is computed."""
+    """Return the JSON of a perplexity: the figures, and each document's sums, which they are computed from."""
     from dataclasses import asdict
 
     figures: dict[str, Figure | None] = {
@@ -52,7 +52,7 @@ def figures_json(result: Perplexity) -> dict[str, object]:
 
 
 def perplexity_json(model: Model, against: Model | None) -> dict[str, object]:
-    """Return which models the figures are of; hashes their weights."""
+    """Return the models that were evaluated, as JSON. Hashes their weights."""
     from engine.evaluate.model import weights_sha256
 
     return {
@@ -124,8 +124,13 @@ def report_json(
     compared: Compared | None,
     differences: Sequence[str],
 ) -> dict[str, object]:
-    """Return the JSON of a report. `results` hold the newest result of each program; `differences` says in what the
-    compared results differ besides the model."""
+    """Return the JSON of a report. `results` hold the last result of each program; `differences` describe in what the
+    two compared evaluations differ besides the model.
+
+    In the JSON, `without` lists all excluded problems (by --without or by the self-test), `left_out` maps those that
+    the self-test excluded to the reason, and `harness` lists the programs whose trial itself failed, which have no
+    verdict.
+    """
     return {
         **{key: about[key] for key in ("benchmark", "model", "weights_sha256", "data_sha256")},
         "mode": "measured" if summary.known else "unknown",
@@ -136,7 +141,7 @@ def report_json(
         "settings": about["settings"],
         "attempts": summary.attempts,
         "cut": _cut(results),
-        # A pass rate over a part of the problems does not describe the model.
+        # A pass rate over some of the problems is not a pass rate of the model on the benchmark.
         "passed": summary.passed if summary.known else None,
         "pass_at_k": {str(k): value for k, value in summary.pass_at_k.items()}
         if summary.known
@@ -169,7 +174,8 @@ def report_lines(
     text = [f"{result.outcome:8} {result.task_id:16} {result.reason}" for result in results]
     if not summary.known:
         missing = summary.problems * summary.samples - summary.attempts
-        text.append(f"unknown: {missing} of {summary.problems * summary.samples} were not judged")
+        total = summary.problems * summary.samples
+        text.append(f"unknown: {missing} of {total} programs were not judged")
         return [*text, *summary.harness]
     for k, value in summary.pass_at_k.items():
         line = f"pass@{k} {value:.1%}"
@@ -179,18 +185,18 @@ def report_lines(
     text.append(f"{summary.passed} of {summary.attempts} programs, {summary.problems} problems")
     left_out = about.get("left_out", {})
     if excluded := [name for name in about["without"] if name not in left_out]:
-        text.append(f"without {', '.join(excluded)}")
-    text += [f"left out of the count: {name}: {reason}" for name, reason in left_out.items()]
+        text.append(f"excluded by --without: {', '.join(excluded)}")
+    text += [f"excluded by the self-test: {name}: {reason}" for name, reason in left_out.items()]
     if cut_programs := _cut(results):
         most = about["settings"]["max_tokens"]
-        text.append(f"{cut_programs} programs were cut: they had not ended after {most:,} tokens")
+        text.append(f"{cut_programs} programs were cut off at the limit of {most:,} tokens")
     if compared is not None:
         text.append(
             f"against: {compared.only_first} solved by this model alone, {compared.only_second} by the "
             f"other alone, {compared.both} by both, {compared.neither} by neither; McNemar p = "
             f"{compared.p:.3g}"
         )
-        text += [f"against: another configuration: {difference}" for difference in differences]
+        text += [f"against: its evaluation differs: {difference}" for difference in differences]
     return text
 
 
@@ -199,7 +205,7 @@ def _cut(lines: Sequence[Result]) -> int:
 
 
 class ProgressLines:
-    """Prints progress on stderr, a line every few seconds."""
+    """Print progress on stderr, a line every 5 s."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -211,6 +217,6 @@ class ProgressLines:
             say(f"{done:,}/{total:,} {self.what}")
 
     def of_programs(self, progress: Progress) -> None:
-        """Print the progress of judged programs."""
+        """Print the number of judged programs, and how many of them passed."""
         self.what = f"programs, {progress.passed} right"
         self(progress.done, progress.total)

@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     job = plan_job(spec, wanted)
     say("\n".join(job.plan.lines()))
     if arguments.dry_run:
-        job.plan.refuse_if_too_big(wanted.out)
+        job.plan.check_disk_space(wanted.out)
         return answer(arguments, "prepare-plan", {"out": wanted.out, **job.plan.as_dict()}, ())
     stop = StopRequest()
     # There is no supervisor here, so a hang-up ends the command instead of leaving it to run unseen.

@@ -1,8 +1,8 @@
 """Run a generated program and then its tests, inside the sandbox, with the standard library alone.
 
-Arguments: the descriptors of the task, `{"limits", "nonce", "program", "tests"}` in JSON, and of the result: an empty
-line before the program begins, and one record `{"nonce", "outcome", "reason"}` after the tests have ended. A program
-that ends this process leaves no record.
+Arguments are two file descriptors. From the first it reads the task: `{"limits", "nonce", "program", "tests"}` in JSON.
+To the second it writes the result: an empty line before the program begins, and one record `{"nonce", "outcome",
+"reason"}` after the tests have ended. A program that ends this process leaves no record.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ def main() -> None:
         hard = value + 1 if name == "CPU" else value
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, hard))
     with open(int(sys.argv[2]), "wb") as result:
-        # Fails when the process that started this one is gone; then the program must not begin.
+        # This write fails if the parent process has died; the program is then not started.
         result.write(b"\n")
         result.flush()
         outcome, reason = run(task["program"], task["tests"])
         record = {"nonce": task["nonce"], "outcome": outcome, "reason": reason[:_LONGEST_REASON]}
         result.write(json.dumps(record).encode())
-    os._exit(0)  # no code of the program runs after the outcome
+    os._exit(0)  # skips atexit handlers and threads of the program
 
 
 # contract: eval-no-fake-pass-v1
 def run(program: str, tests: str) -> tuple[str, str]:
-    """Return the outcome and its reason."""
+    """Run the program and its tests; return the outcome (`pass`, `fail` or `harness`) and its reason."""
     names: dict[str, Any] = {"__name__": "program"}
     try:
         test_code = compile(tests, "<tests>", "exec")
@@ -46,9 +46,9 @@ def run(program: str, tests: str) -> tuple[str, str]:
         return "harness", f"the tests do not compile: {_describe(error)}"
     try:
         exec(compile(program, "<program>", "exec"), names)
-        random.seed(0)  # tests that draw random cases draw the same ones every time
+        random.seed(0)  # tests with random cases are then deterministic
         exec(test_code, names)
-    except BaseException as error:  # noqa: BLE001 - nothing but an outcome leaves this process
+    except BaseException as error:  # noqa: BLE001 - whatever the program raises, SystemExit too
         line = _test_line(error, tests)
         if line and isinstance(error, AssertionError):
             return "fail", f"an assertion does not hold: {line}"

@@ -1,14 +1,13 @@
 """Measure the fraction of programming problems that a model solves, for HumanEval and MBPP.
 
-    self-test    every empty solution must fail; a problem whose reference solution does not pass here is left out of
-    the
-                 count, and named in the report
+    self-test    every reference solution must pass and every empty one must fail. With `unfit`, a few problems
+                 whose reference solution does not pass here are excluded, and named in the report
     generation   the model completes each prompt: greedily, or several times with a temperature
     trial        each program runs in a separate sandbox while the next programs are generated
 
-A program counts as right only when its trial returns `pass`. Failures of the harness are not counted against
-the model: non-finite logits, a failed self-test, a sandbox that does not start, or no problem at all raise
-`NoAnswer` or make the report unknown, never 0 % and never 100 %.
+A program counts as right only when its trial returns `pass`. If the evaluation itself fails (non-finite logits, a
+failed self-test, a sandbox that does not start, no problem at all), it raises `NoAnswer` or the report is
+unknown: it never reports 0 % or 100 % then.
 
 Greedy results are deterministic and do not depend on `rows`: see `engine.generation.generate`.
 """
@@ -47,11 +46,11 @@ class Progress(NamedTuple):
     passed: int
 
 
-def room(model: Model, problems: Problems, wanted: int | None) -> int:
-    """Return the token limit of each program: `wanted`, or as many up to 512 as the longest prompt leaves
-    within the model's positions. All problems share one limit, because it is part of what is measured.
+def token_limit(model: Model, problems: Problems, wanted: int | None) -> int:
+    """Return the maximum number of tokens of each program: `wanted`; by default 512, or fewer if the longest
+    prompt leaves fewer of the model's positions. All problems share one limit, because results depend on it.
 
-    Raises `BadInput` with the problems whose prompts leave fewer tokens than that, or none.
+    Raises `BadInput` naming the problems whose prompt leaves fewer than `wanted` positions, or no position.
     """
     prompts = [problem.prompt for problem in problems.problems]
     lengths = [len(ids) for ids in model.tokenizer.encode_documents(prompts)]
@@ -67,10 +66,10 @@ def room(model: Model, problems: Problems, wanted: int | None) -> int:
         raise BadInput.expected(
             "prompts",
             model.path,
-            f"at most {positions:,} tokens, the positions of the model, with {needed:,} to come",
+            f"prompts that leave {needed:,} of the model's {positions:,} positions for the program",
             f"too long: {', '.join(too_long[:_LISTED])}{rest}",
-            hint="ask for fewer --max-tokens, or leave a problem out by --without TASK_ID, and the "
-            "report says so",
+            hint="set a smaller --max-tokens, or exclude a problem with --without TASK_ID; the report "
+            "names it",
         )
     return min(MOST_TOKENS, positions - max(lengths)) if wanted is None else wanted
 
@@ -82,10 +81,10 @@ def self_test(
     *,
     unfit: int = 0,
 ) -> dict[str, str]:
-    """Return the problems that cannot be judged here, by task_id, with the reason.
+    """Return the reason why a problem cannot be judged here (its reference solution fails), by task_id.
 
-    Raises `NoAnswer` when they are more than `unfit` or all of them, which points to the harness rather than
-    to the problems. Raises it also when an empty solution does not fail.
+    Raises `NoAnswer` if more than `unfit` problems, or all of them, cannot be judged: that points to a broken
+    sandbox rather than to the problems. Raises it also if an empty solution does not fail.
     """
     left_out: dict[str, str] = {}
     wrong: list[str] = []
@@ -118,8 +117,8 @@ def self_test(
             f"self-test: {len(problems)} problems — expected every reference solution to pass"
             + (f" but {unfit}" if unfit else "")
             + f" and every empty one to fail, found{listed}{rest}",
-            hint="a problem that cannot be judged is left out by --without TASK_ID, or up to N of them by "
-            "--unfit N, and the report says so",
+            hint="--without TASK_ID excludes a problem that cannot be judged, --unfit N up to N of them; the "
+            "report names them",
         )
     return left_out
 
@@ -136,7 +135,7 @@ def evaluate(
 ) -> None:
     """Generate, run and record every program that is not in `results` yet.
 
-    Raises `NoAnswer` when the model's logits are not finite, and `BadInput`.
+    Raises `NoAnswer` if the model's logits are not finite, and `BadInput` if a prompt is too long.
     """
     todo = [
         (problem, sample)
@@ -161,7 +160,7 @@ def evaluate(
                 pending[pool.submit(sandbox.try_program, program, tests)] = about
                 record(wait=False)
         finally:
-            record(wait=True)  # also when the model fails: finished trials are kept
+            record(wait=True)  # also if generation raises, so that finished trials are kept
 
 
 def _generated(
@@ -171,7 +170,7 @@ def _generated(
     settings: Settings,
     rows: int | None,
 ) -> Iterator[tuple[Result, str, str]]:
-    """Yield each program with its result so far (before the trial) and its tests."""
+    """Yield for each generated program its result before the trial, its source and its tests."""
     if not todo:
         return
     texts = [""] * len(todo)
@@ -182,7 +181,7 @@ def _generated(
         max_tokens=settings.max_tokens,
         stops=STOPS[problems.benchmark],
         sampling=settings.sampling,
-        # Keys identify the programs, so that a resumed evaluation with fewer problems left draws the same.
+        # Random numbers depend on these keys, not on the batch: a resumed evaluation samples the same programs.
         keys=[f"{problem.task_id}/{sample}" for problem, sample in todo],
         rows=rows,
     ):
@@ -204,7 +203,8 @@ def _generated(
 def trials(
     sandbox: Sandbox, problems: Sequence[Problem], completions: Sequence[str]
 ) -> Iterator[Trial]:
-    """Try one completion of each problem, in their order, with one trial per processor at a time."""
+    """Run one completion of each problem, and yield the trials in the order of the problems. As many trials run
+    at once as there are processors."""
     programs = [problem.program(text) for problem, text in zip(problems, completions, strict=True)]
     with ThreadPoolExecutor(_workers()) as pool:
         yield from pool.map(sandbox.try_program, programs, [problem.tests for problem in problems])

@@ -31,10 +31,10 @@ class Model:
     device: torch.device
     precision: str
     weights: str
-    """`dense`, or `packed`: the matrices keep the quantised blocks of their file."""
+    """`dense`, or `packed`: the matrices stay in the quantised blocks of the weight file."""
 
     def about(self) -> dict[str, str]:
-        """Describe the model and how it computed, for the record of a result; hashes its weights."""
+        """Return what identifies the model and its arithmetic in a file of results. Hashes the weights."""
         return {
             "weights_sha256": weights_sha256(self.path),
             "tokenizer_sha256": self.tokenizer.sha256,
@@ -54,7 +54,8 @@ def open_model(
 ) -> Model:
     """Open the model in a weight file, a model folder, or the folder of a finished run.
 
-    `tokenizer` replaces the model's own. Raises `WeightsError`, `TokenizerError`, `BadInput`.
+    `tokenizer` is the path of one to use instead of the model's. Raises `WeightsError`, `TokenizerError`,
+    `BadInput`.
     """
     path = model_path(path)
     device = choose_device(device).choice
@@ -76,21 +77,21 @@ def open_model(
 
 
 def model_path(path: str | Path) -> Path:
-    """Return the path of the student if `path` is a run folder, else `path`. Raises WeightsError for a run
-    without a student."""
+    """Return the path of the student if `path` is a run folder, otherwise `path`. Raises WeightsError if the run
+    has no student."""
     path = Path(path)
     if not (path / "events.jsonl").exists():
         return path
     if not (path / STUDENT).is_dir():
         raise WeightsError.expected(
-            "model", path, f"a finished run, with a folder {STUDENT}", "a run without one"
+            "model", path, f"a finished run, with a folder {STUDENT}", "a run without that folder"
         )
     return path / STUDENT
 
 
 def weights_sha256(path: str | Path) -> str:
-    """Return one hash over every file with tensors, in the order of their names: it identifies the weights that a
-    result is about."""
+    """Return one hash over all files that hold tensors, in the order of their names. It identifies the weights
+    that a result was measured on."""
     with open_weights(model_path(path)) as weights:
         files = sorted({info.file for info in weights.tensors.values()})
     digest = hashlib.sha256()
@@ -108,8 +109,8 @@ def _tokenizer(weights: WeightFile, path: str | Path | None) -> Tokenizer:
         raise TokenizerError.expected(
             "tokenizer",
             weights.path,
-            "one with the model",
+            "a tokenizer in the weight file or next to it",
             "none",
-            hint="name it: --tokenizer FILE",
+            hint="name its file with --tokenizer FILE",
         )
     return open_tokenizer(weights.path, raw=raw)

@@ -1,8 +1,8 @@
 """Perplexity on held-out text: cross entropy in nats per token, and its exponential, the perplexity.
 
-A document is cut into rows of `length` tokens, with the end-of-text token after the document's last token.
-Rows overlap by one token, so every token but a document's first is predicted once, from the tokens before it
-in its row. Every document is read, whatever its name: the user says that this text is held out.
+The end-of-text token is appended to each document, which is then cut into rows in each of which `length` tokens
+are predicted. Rows overlap by one token, so every token except a document's first is predicted once, from the
+tokens before it in its row. Every document is read, whatever its name: that the text is held out is up to the user.
 
     loss     sum of -log p(token) / tokens, over all documents
     KL       mean over the same tokens of sum_v p(v) (log p(v) - log q(v)), with p from the model named by
@@ -10,12 +10,12 @@ in its row. Every document is read, whatever its name: the user says that this t
     top-1    the fraction of tokens for which both models have the same most probable token
 
 The interval is a percentile bootstrap over documents (`engine.evaluate.statistics`), because the tokens of
-one document are not independent. Two models with the same tokenizer are evaluated on the same tokens; for the interval
-of their difference the same documents are resampled for both. Logits are accumulated in fp32.
+one document are not independent. Two models with the same tokenizer are evaluated on the same tokens; the interval
+of their difference resamples the same documents for both. Logits are accumulated in fp32.
 
-A non-finite loss raises `NoAnswer`. So do logits that are equal over the whole vocabulary at every position
-of a document: if weights overflow in a norm, its output is zero, and the resulting loss, ln V, is finite
-but meaningless.
+A non-finite loss raises `NoAnswer`. So do logits that are equal over the whole vocabulary at every position of a
+document: for example, a sum that overflows in a norm makes the norm's output zero, and the loss is then ln V, which
+is finite but meaningless.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class RowLoss:
     document: int
     """Index of the document in the input."""
     first: int
-    """Position in the document of the row's first token."""
+    """Position of the row's first token in the document."""
     tokens: int
     nats: float
     against_nats: float | None
@@ -76,7 +76,7 @@ class RowLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A mean over tokens with its interval; the interval is None with fewer than two documents."""
+    """A mean over tokens with its interval, which is None with fewer than two documents."""
 
     value: float
     interval: Interval | None
@@ -88,7 +88,8 @@ class Perplexity:
     rows: tuple[RowLoss, ...]
     skipped: tuple[Skipped, ...]
     length: int
-    """Tokens per row: the longer the context, the better the prediction."""
+    """Number of predicted tokens per row. Losses of different lengths are not comparable, because a longer context
+    predicts better."""
     loss: Figure
     against: Figure | None
     difference: Figure | None
@@ -111,7 +112,7 @@ def read_documents(source: str) -> tuple[list[Document], list[Skipped]]:
             skipped.append(item)
             continue
         if item.is_chat:
-            raise CorpusError.expected("documents", source, "texts", "a conversation")
+            raise CorpusError.expected("documents", source, "plain text", "a conversation")
         size += item.size_bytes
         if size > limits.JUDGED_TEXT.most:
             raise CorpusError.expected("documents", source, str(limits.JUDGED_TEXT), "more")
@@ -124,7 +125,7 @@ def read_documents(source: str) -> tuple[list[Document], list[Skipped]]:
 
 
 def documents_sha256(documents: Sequence[Document]) -> str:
-    """Return one hash over names and texts, in their order."""
+    """Return one hash over the names and contents of the documents, in their order."""
     digest = hashlib.sha256()
     for document in documents:
         digest.update(json.dumps([document.name, document.text]).encode() + b"\n")
@@ -143,7 +144,8 @@ def perplexity(
 ) -> Perplexity:
     """Evaluate one model, or two on the same tokens.
 
-    Raises `BadInput` when two models do not have the same tokens, and `NoAnswer`.
+    Raises `BadInput` if the tokenizers of the two models differ, and `NoAnswer` if the loss is not finite or all
+    logits are equal.
     """
     models = [model] if against is None else [model, against]
     if against is not None and model.tokenizer.sha256 != against.tokenizer.sha256:
@@ -152,16 +154,16 @@ def perplexity(
             raise BadInput.expected(
                 "tokenizer",
                 against.path,
-                f"the tokens of {model.path}: one text has to be the same tokens for both",
-                f"another one at id {differing:,}",
+                f"the vocabulary of {model.path}: both models must be evaluated on the same tokens",
+                f"a different token at id {differing:,}",
             )
         compared = compare(model.tokenizer, against.tokenizer, model.tokenizer.vocab_size)
         if compared.split:
             raise BadInput.expected(
                 "tokenizer",
                 against.path,
-                f"the tokens of {model.path}: one text has to be the same tokens for both",
-                f"{len(compared.split):,} of {compared.texts:,} texts in others: "
+                f"the tokens of {model.path}: both models must be evaluated on the same tokens",
+                f"{len(compared.split):,} of {compared.texts:,} probe strings tokenised differently: "
                 f"{compared.split[0].describe('the first', 'the second')}",
             )
     positions = min(one.decoder.config.max_position_embeddings for one in models)
@@ -212,7 +214,7 @@ class _Sums:
         self.nats = [0.0] * models
         self.divergence, self.agreed, self.count = 0.0, 0, 0
         self.logits_differ = [False] * models
-        """Whether a model has given two tokens different logits at any position."""
+        """Whether each model's logits have differed within the vocabulary at any position so far."""
         self._before = (0, *self.nats, 0.0, 0)
 
     def row(self, document: int, first: int) -> RowLoss:
@@ -234,7 +236,7 @@ class _Sums:
         )
 
     def of(self, name: str, models: Sequence[Model]) -> DocumentLoss:
-        """Return the sums. Raises `NoAnswer` when one is not finite, or when a model's logits were all equal."""
+        """Return the sums. Raises `NoAnswer` if a sum is not finite, or if a model's logits were all equal."""
         for model, value in zip((*models, models[0]), (*self.nats, self.divergence), strict=True):
             if not math.isfinite(value):
                 raise NoAnswer(
@@ -243,8 +245,8 @@ class _Sums:
         for model, differ in zip(models, self.logits_differ, strict=True):
             if not differ:
                 raise NoAnswer(
-                    f"logits: {name} — expected some that differ, found the same one for every id at "
-                    f"every position from {model.path}",
+                    f"logits: {name} — expected some that differ, found one value for all ids of the vocabulary "
+                    f"at every position, computed by {model.path}",
                     hint="look for weights that are zero, or so large that a norm's sum overflows",
                 )
         has_other = len(models) == 2
@@ -259,7 +261,7 @@ class _Sums:
 
 
 def _row(row_T: Tensor, models: Sequence[Model], sums: _Sums) -> None:
-    """Add the losses of every model for each token of a row after the first."""
+    """Add to `sums` each model's losses of all tokens of a row except its first."""
     hidden = [
         model.decoder.hidden(row_T[None, :-1].to(model.device)).flatten(0, 1) for model in models
     ]
@@ -274,12 +276,12 @@ def _row(row_T: Tensor, models: Sequence[Model], sums: _Sums) -> None:
             picked = F.nll_loss(log_NV, label_N.to(log_NV.device), reduction="none")
             sums.nats[index] += float(picked.double().sum())
             if not sums.logits_differ[index]:
-                # With sound weights the first position of a document is enough.
+                # The first position suffices for a working model; a broken one is checked at all positions.
                 sums.logits_differ[index] = _differ(log_NV[:1]) or _differ(log_NV)
         if len(logs) == 2:
             ours_NV, theirs_NV = _same_width(logs[0], logs[1])
             p_NV = theirs_NV.exp()
-            # At p = 0 the term is 0, although its second factor may be infinite.
+            # p log p -> 0 as p -> 0, but 0 * inf would be NaN.
             terms_NV = torch.where(p_NV > 0, p_NV * (theirs_NV - ours_NV), 0.0)
             sums.divergence += float(terms_NV.double().sum())
             sums.agreed += int((ours_NV.argmax(-1) == theirs_NV.argmax(-1)).sum())
@@ -287,18 +289,20 @@ def _row(row_T: Tensor, models: Sequence[Model], sums: _Sums) -> None:
 
 
 def _differ(log_NV: Tensor) -> bool:
-    """Whether two logits differ anywhere. NaN differs from itself; it is rejected later as non-finite."""
+    """Return whether the logits of any position differ. NaN differs from itself; it is rejected later as
+    non-finite."""
     return bool((log_NV.amax(-1) != log_NV.amin(-1)).any())
 
 
 def log_probabilities(hidden_ND: Tensor, head: Head, columns: int) -> Tensor:
-    """Log probabilities over the first `columns` tokens of the vocabulary, renormalised (N, columns); fp32 or
-    wider."""
+    """Return the log probabilities of the first `columns` ids of the vocabulary, renormalised, (N, columns); fp32
+    or wider."""
     return logits_of(hidden_ND, head, columns).log_softmax(-1)
 
 
 def _same_width(first_NV: Tensor, second_NV: Tensor) -> tuple[Tensor, Tensor]:
-    """Restrict both to the shared vocabulary, because embeddings are padded to different sizes."""
+    """Cut both to the smaller vocabulary and renormalise: models with one tokenizer may pad their embeddings to
+    different sizes."""
     width = min(first_NV.shape[1], second_NV.shape[1])
     if first_NV.shape[1] == second_NV.shape[1]:
         return first_NV, second_NV.to(first_NV.device)

@@ -3,10 +3,10 @@
     HumanEval   task_id, prompt, entry_point, canonical_solution, test
     MBPP        task_id, text (or prompt), code, test_list, test_setup_code (or test_imports)
 
-A file holds one problem per line, or one JSON array of them, as in MBPP's sanitized half.
+A file holds one JSON object per line for each problem, or one JSON array of all problems, as MBPP's sanitized subset.
 
-The model is shown `Problem.prompt` and nothing else. The reference solution is used by the harness for its self-test:
-no program of a model sees it, and nothing but the tests decides that a program is right.
+The model gets `Problem.prompt` and nothing else. The reference solution is used in the self-test only, and no
+generated program can read it. The tests alone decide whether a program is right.
 
 HumanEval's prompt is the beginning of the program. MBPP's prompt is the task with its first test, as a docstring, and
 the model writes the whole program. The tests run after the program, in its module, as in the benchmarks' own code.
@@ -30,13 +30,13 @@ from engine.files import parse_json, read_bytes
 
 _GZIP = b"\x1f\x8b"
 _TOLD_BY = {"humaneval": "canonical_solution", "mbpp": "test_list"}
-"""A key that only the records of one benchmark have."""
+"""A key that only the records of this benchmark have, by benchmark."""
 
 STOPS = {
     "humaneval": ("\nclass ", "\ndef ", "\n#", "\n@", "\nif ", "\nprint", "\nassert"),
     "mbpp": ("\nclass Test", "\nassert", '\n"""', "\nprint", "\nif __name__", "\n```"),
 }
-"""Strings that end a completion: text that begins in the first column is after the function."""
+"""Strings that end a completion, by benchmark. A line that begins in the first column comes after the function."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Problem:
     task_id: str
     prompt: str
     head: str
-    """The beginning of a program: the prompt, or empty when the model writes all of it."""
+    """Beginning of a program: the prompt, or empty if the model writes the whole program."""
     reference: str
     tests: str
 
@@ -57,7 +57,7 @@ class Problems:
     benchmark: str
     problems: tuple[Problem, ...]
     sha256: str
-    """Hash of the decompressed content."""
+    """SHA-256 of the decompressed content of the file."""
 
 
 def read_problems(path: str | Path, benchmark: str) -> Problems:
@@ -89,7 +89,7 @@ def _decompress(raw: bytes, path: Path) -> bytes:
         return raw
     limit = limits.PROBLEM_TEXT.most
     try:
-        # A gzip file of megabytes can hold gigabytes of zeros.
+        # Bounded, because a few megabytes of gzip can decompress to gigabytes.
         with gzip.GzipFile(fileobj=io.BytesIO(raw)) as file:
             text = file.read(limit + 1)
     except (OSError, EOFError, zlib.error) as error:
@@ -100,7 +100,7 @@ def _decompress(raw: bytes, path: Path) -> bytes:
     return text
 
 
-class _Wrong(Exception):
+class _Malformed(Exception):
     """A malformed problem: what was expected, and what was found."""
 
     def __init__(self, expected: str, found: str) -> None:
@@ -109,7 +109,7 @@ class _Wrong(Exception):
 
 
 def _records(raw: bytes, path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield each record with its place in the file."""
+    """Yield each record, after words for its line or index in the file."""
     if raw.lstrip().startswith(b"["):
         for number, record in enumerate(_json(raw, str(path)), 1):
             yield f"{path}, problem {number}", record
@@ -126,7 +126,7 @@ def _json(text: bytes, where: str) -> Any:
     except BadInput as error:
         raise BadInput(
             error.message,
-            hint="a file has a JSON object a line, or is one JSON array of them; either may be gzipped",
+            hint="a file has one JSON object per line, or is one JSON array of objects; both may be gzipped",
         ) from None
 
 
@@ -137,7 +137,7 @@ def _problem(
         raise BadInput.expected("problems", where, "an object", type(record).__name__)
     try:
         return make(record)
-    except _Wrong as error:
+    except _Malformed as error:
         benchmark_found = next((name for name, key in _TOLD_BY.items() if key in record), benchmark)
         raise BadInput.expected(
             "problems",
@@ -146,14 +146,14 @@ def _problem(
             error.found,
             hint=None
             if benchmark_found == benchmark
-            else f"it looks like one of `engine eval {benchmark_found}`",
+            else f"it looks like a problem of `engine eval {benchmark_found}`",
         ) from None
 
 
 def _humaneval(record: Mapping[str, Any]) -> Problem:
     prompt, entry = _text(record, "prompt"), _text(record, "entry_point")
     if not entry.isidentifier():
-        raise _Wrong("entry_point a name of Python", repr(entry[:80]))
+        raise _Malformed("entry_point to be a Python identifier", repr(entry[:80]))
     return Problem(
         task_id=_text(record, "task_id"),
         prompt=prompt,
@@ -166,13 +166,13 @@ def _humaneval(record: Mapping[str, Any]) -> Problem:
 def _mbpp(record: Mapping[str, Any]) -> Problem:
     tests = _texts(record, "test_list")
     if not tests:
-        raise _Wrong("test_list with at least one test", "none")
+        raise _Malformed("test_list with at least one test", "none")
     code = _text(record, "code")
     text = _text(record, "text" if "text" in record else "prompt")
     setup = "\n".join(_texts(record, "test_imports")) if "test_imports" in record else ""
     if "test_setup_code" in record:
         setup = _text(record, "test_setup_code")
-    # Escaped so that no quotes in the task end the docstring.
+    # Triple quotes in the task would end the docstring.
     shown = f"{text}\n{tests[0]}".replace('"""', "'''")
     return Problem(
         task_id=_number_or_text(record, "task_id"),
@@ -186,7 +186,7 @@ def _mbpp(record: Mapping[str, Any]) -> Problem:
 def _text(record: Mapping[str, Any], key: str) -> str:
     value = record.get(key)
     if not isinstance(value, str):
-        raise _Wrong(f"the text {key}", _found(record, key))
+        raise _Malformed(f"{key} to be a string", _found(record, key))
     return value
 
 
@@ -194,13 +194,13 @@ def _number_or_text(record: Mapping[str, Any], key: str) -> str:
     value = record.get(key)
     if type(value) is int or (isinstance(value, str) and value):
         return str(value)
-    raise _Wrong(f"the number or text {key}", _found(record, key))
+    raise _Malformed(f"{key} to be an integer or a string", _found(record, key))
 
 
 def _texts(record: Mapping[str, Any], key: str) -> list[str]:
     value = record.get(key)
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise _Wrong(f"the list of texts {key}", _found(record, key))
+        raise _Malformed(f"{key} to be a list of strings", _found(record, key))
     return value
 
 

@@ -1,7 +1,7 @@
 """Compute the figures of judged programs: pass@k, its interval, and the comparison of two models.
 
-When a file has several lines about one program, the last one counts, because a program whose judge died is
-run again. If any program of any problem was not judged, no figure is valid for the model.
+If a file has several results of one program, the last one counts, because a program whose trial failed (outcome
+`harness`) is run again. If any program of any problem was not judged, no figure is valid for the model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Report:
     passed: int
     """Number of judged programs that are right."""
     harness: tuple[str, ...]
-    """Failures of the test harness: problems without a verdict, with the reason."""
+    """Programs without a verdict because the trial itself failed: `task_id: reason`."""
     pass_at_k: dict[int, float]
     interval: Interval | None
     """Interval of pass@1: Wilson's, over problems."""
@@ -57,7 +57,7 @@ def report(problems: Problems, samples: int, results: Sequence[Result]) -> Repor
 
 
 def report_of_file(path: str | Path) -> tuple[Report, dict[str, Any]]:
-    """Compute the figures from a file of results, and return them with the header of the file. Raises `BadInput`."""
+    """Return the figures computed from a file of results, and the file's first line. Raises `BadInput`."""
     about, results = read_results(path)
     try:
         benchmark, problems = about["benchmark"], about["problems"]
@@ -66,7 +66,10 @@ def report_of_file(path: str | Path) -> tuple[Report, dict[str, Any]]:
             raise TypeError
     except (KeyError, TypeError):
         raise BadInput.expected(
-            "results", path, "its benchmark, problems and settings", "a first line without them"
+            "results",
+            path,
+            "a first line with benchmark, problems and settings",
+            "one without them",
         ) from None
     return _count(benchmark, problems, samples, results), about
 
@@ -79,7 +82,7 @@ def _count(benchmark: str, problems: int, samples: int, results: Sequence[Result
         counts = by_problem.setdefault(result.task_id, [0, 0])
         counts[0] += 1
         counts[1] += result.outcome == "pass"
-    # A problem of which no program was judged stays in the total, with 0 programs of which 0 passed.
+    # A problem without any judged program stays in the total, as 0 passed of 0.
     all_counts = [(count, passed) for count, passed in by_problem.values()]
     all_counts += [(0, 0)] * (problems - len(all_counts))
     pass_at = {k: value for k in KS if (value := mean_pass_at_k(all_counts, k)) is not None}
@@ -103,7 +106,7 @@ def _count(benchmark: str, problems: int, samples: int, results: Sequence[Result
 
 
 class Compared(NamedTuple):
-    """Numbers of problems that two models solve, each judged by one program per problem."""
+    """Numbers of problems that both, one or none of two models solve, with one program per problem."""
 
     both: int
     only_first: int
@@ -114,8 +117,7 @@ class Compared(NamedTuple):
 
 
 def compare(first: Sequence[Result], second: Sequence[Result]) -> Compared:
-    """Compare two models. Raises `NoAnswer` when they are not about the same problems, or one is not
-    finished."""
+    """Compare the results of two models. Raises `NoAnswer` if their judged problems differ or there are none."""
     sides = [
         {
             result.task_id: result.outcome == "pass"
@@ -127,8 +129,8 @@ def compare(first: Sequence[Result], second: Sequence[Result]) -> Compared:
     if sides[0].keys() != sides[1].keys() or not sides[0]:
         differing = sorted(sides[0].keys() ^ sides[1].keys())
         raise NoAnswer(
-            f"compare: results — expected both models on the same problems, found {len(differing)} judged "
-            f"for only one of them: {', '.join(differing[:_LISTED])}"
+            f"compare: results — expected both models on the same problems, found {len(differing)} problems "
+            f"judged for only one of them: {', '.join(differing[:_LISTED])}"
         )
     pairs = [(sides[0][name], sides[1][name]) for name in sides[0]]
     only_first, only_second = pairs.count((True, False)), pairs.count((False, True))

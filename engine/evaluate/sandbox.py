@@ -5,23 +5,24 @@
     /tmp                              empty, read-only
     network, processes, users, IPC    separate namespaces with nothing in them
 
-Nothing else of the host is visible: no home, no /proc, no environment. No place is writable, because a file
-in memory is memory that no limit of a process counts, and so is every directory entry.
+Nothing else of the host is visible: no home, no /proc, no environment. No path is writable, because files and
+directory entries of a tmpfs use memory that no limit of a process counts.
 
 A trial is one process with one thread (`engine.evaluate.seccomp`): it runs the program and then its tests
-(`engine.evaluate.guest`), without network, other processes and capabilities, with limits on memory, CPU time and open
-files. All memory that it can obtain lies in its address space, where the limit of 1 GiB counts it, except the kernel's
-own: page tables, and at most 1 MiB for each of 64 open files. It is killed with everything in it when the clock runs
-out and when this process dies.
+(`engine.evaluate.guest`), without network, other processes or capabilities, with limits on memory, CPU time and open
+files. The limit of 1 GiB on its address space covers all memory that it can allocate, except memory of the kernel:
+page tables, and at most 1 MiB for each of 64 open files. The whole sandbox is killed when the wall-clock timeout
+expires, and when this process dies.
 
-A program passes if the process exits with status 0 and writes, after the last test, the nonce that it was given: no
-output and no exit of a program is a pass. A trial that ends before the program begins is `harness`: it is not a result
-of the program. From then on, anything that keeps the tests from their end counts against the program. A limit of CPU
-time ends a program that computes for ever, so that a busy machine changes no verdict; the clock ends a program that
-waits. A program that is made to look for the nonce can find it: this sandbox is for programs that a model wrote.
+A trial passes if the process exits with status 0 and writes, after the last test, the nonce that it was given:
+neither printing nor exiting early makes a program pass. If a trial ends before the program begins, or the tests do not
+compile, its outcome is `harness`: nothing is known about the program. Once the program has begun, its outcome is `fail`
+if the tests do not reach their end, whatever the cause. The limit of CPU time ends a program that computes for ever,
+so a busy machine does not change a verdict; the wall-clock timeout ends a program that waits. A program written to
+search for the nonce can find it: this sandbox is meant for programs that a model wrote, not for an attacker's.
 
-`open_sandbox` first tests the sandbox and raises `NoAnswer` with the reason when it does not work: generated
-code never runs outside. Covered: Linux on x86-64 and AArch64. Not covered: cgroups, which need root.
+`open_sandbox` first tests the sandbox and raises `NoAnswer` with the reason if it does not work: generated
+code never runs outside a sandbox. It works on Linux on x86-64 and AArch64. It uses no cgroups, which need root.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ Outcome = Literal["pass", "fail", "harness"]
 CPU_S = 10
 CLOCK_S = 60.0
 RULES = 4
-"""Version of the rules, incremented when programs may be judged differently. Results under other rules are not
-continued."""
+"""Version of the sandbox's rules, incremented if a change could alter a verdict. An evaluation continues a file of
+results only if it has the same version."""
 TRIES = 3
 """Maximum number of attempts to start a trial."""
 MEMORY_BYTES = 1 << 30
@@ -73,7 +74,7 @@ class Trial(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sandbox:
-    """A tested sandbox. `open_sandbox` makes it."""
+    """A tested sandbox, made by `open_sandbox`."""
 
     bwrap: str
     version: str
@@ -81,7 +82,8 @@ class Sandbox:
     clock_s: float = CLOCK_S
 
     def try_program(self, program: str, tests: str) -> Trial:
-        """Run `program`, and then `tests` on what it defines."""
+        """Run `program`, and then `tests` in the same module. A trial with outcome `harness` is repeated, up to
+        TRIES in all."""
         trial = Trial("harness", "not tried")
         for _ in range(TRIES):
             try:
@@ -108,7 +110,7 @@ class Sandbox:
                 files = _file(stack, json.dumps(task).encode()), result_in
                 process = self._start(stack, files)
             finally:
-                # Left open here, it would keep the pipe open after the process is gone.
+                # Only the sandbox may hold the writing end, so that reading ends when the sandbox does.
                 os.close(result_in)
             result, is_over = _read_all(result_out, deadline_s)
             status = _status(process, deadline_s) if is_over else None
@@ -147,7 +149,7 @@ _START = "import sys; sys.path.insert(0, '/guest'); from guest import main; main
 
 
 def _bwrap_arguments() -> list[str]:
-    """bubblewrap's arguments, except the filter and the command."""
+    """Return bubblewrap's arguments, except the filter and the command."""
     arguments = [
         *("--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"),
         *("--uid", "65534", "--gid", "65534", "--hostname", "sandbox"),
@@ -169,7 +171,7 @@ def _bwrap_arguments() -> list[str]:
 
 
 def _inner_python() -> str:
-    """The base interpreter, because the sandbox does not contain a virtual environment."""
+    """Return the path of the base interpreter: a virtual environment is not visible in the sandbox."""
     return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
 
 
@@ -186,7 +188,7 @@ def _limits_of(cpu_s: int) -> Mapping[str, int]:
 
 
 def open_sandbox(*, cpu_s: int = CPU_S, clock_s: float = CLOCK_S) -> Sandbox:
-    """Open the sandbox of this machine, tested with one program. Raises `NoAnswer` when there is none."""
+    """Open a sandbox and test it with one program. Raises `NoAnswer` if this machine cannot run one."""
     if sys.platform != "linux" or seccomp_filter() is None:
         found = f"{sys.platform} on {platform.machine()}"
         raise _no_sandbox("Linux on x86-64 or AArch64", found, None)
@@ -203,7 +205,7 @@ def open_sandbox(*, cpu_s: int = CPU_S, clock_s: float = CLOCK_S) -> Sandbox:
             timeout=clock_s,
         )
     except subprocess.TimeoutExpired:
-        found = f"nothing said for {clock_s:g} s"
+        found = f"no output within {clock_s:g} s"
         raise _no_sandbox("a sandbox that starts", found, None) from None
     if plain.stdout.strip() != "42":
         found = plain.stderr.strip()[:500] or f"exit status {plain.returncode}"
@@ -217,7 +219,7 @@ def open_sandbox(*, cpu_s: int = CPU_S, clock_s: float = CLOCK_S) -> Sandbox:
 
 def _no_sandbox(expected: str, found: str, hint: str | None) -> NoAnswer:
     return NoAnswer(
-        f"sandbox: generated programs run in no other place — expected {expected}, found {found}",
+        f"sandbox: generated programs run only in a sandbox — expected {expected}, found {found}",
         hint=hint,
     )
 
@@ -243,7 +245,7 @@ def _describe_end(status: int | None) -> str:
     if number == signal.SIGXCPU:
         return "at its limit of CPU time"
     if number == signal.SIGKILL:
-        return "killed, as where it ignores its limit of CPU time"
+        return "killed, as a program is that ignores SIGXCPU at its limit of CPU time"
     if number > 0:
         with contextlib.suppress(ValueError):
             return f"killed by {signal.Signals(number).name}"
@@ -251,12 +253,12 @@ def _describe_end(status: int | None) -> str:
 
 
 def _has_begun(result: bytes) -> bool:
-    """Whether the program began."""
+    """Return whether the program began: the guest writes an empty line first."""
     return result.startswith(b"\n")
 
 
 def _file(stack: ExitStack, content: bytes) -> int:
-    """An open unnamed file that holds `content`."""
+    """Return the descriptor of an open unnamed file that holds `content`."""
     file = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - the stack closes it
     file.write(content)
     file.seek(0)
@@ -264,7 +266,8 @@ def _file(stack: ExitStack, content: bytes) -> int:
 
 
 def _read_all(number: int, deadline_s: float) -> tuple[bytes, bool]:
-    """Read until the other end closes or writes too much (True), or until the deadline (False)."""
+    """Read a pipe. Return its content, and whether it ended before the deadline: the other end was closed, or more
+    than 1 MiB was read."""
     result = b""
     while (left_s := deadline_s - time.monotonic()) > 0:
         if not select.select([number], [], [], left_s)[0]:
@@ -284,8 +287,8 @@ def _status(process: subprocess.Popen[bytes], deadline_s: float) -> int | None:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a sandbox: bubblewrap's first process ends with it, and its namespace with that, so nothing is
-    left."""
+    """Kill bubblewrap; the init process of its PID namespace dies with it (`--die-with-parent`), and so every
+    process in the sandbox."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

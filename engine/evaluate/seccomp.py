@@ -1,27 +1,27 @@
-"""A filter of system calls, as classic BPF bytes that the kernel runs at every call.
+"""A seccomp filter as bytes of classic BPF, which the kernel runs at every system call.
 
     clone, fork, vfork                          EPERM: a program is one process with one thread, so that
                                                 the limits of a process are the limits of the program
     clone3                                      ENOSYS: the C library then uses clone
-    all that Linux 5.14 and later added         ENOSYS: their effects were not reviewed here
+    all calls added in Linux 5.14 and later     ENOSYS: their effects were not reviewed
     SysV shared memory, semaphores and queues, POSIX queues, memfd_create, userfaultfd, splice,
     tee, vmsplice                               EPERM: memory that can outlive its mapping in a process,
                                                 where the limit of memory counts it
-    socket and its like, ptrace, other processes' memory, mounts, namespaces, keys, bpf, io_uring,
-    asynchronous input, perf, notifications     EPERM
-    changes of mode, owner, times and extended attributes, locks of files, the kernel's own log
-                                                EPERM: device nodes and read-only files are the host's own.
-                                                A program that root started owns the nodes, every account
-                                                may write to /dev/zero and so set its times, and a lock or
-                                                lease on a file that is open for reading is seen outside
-    fcntl, but for descriptors, flags and pipes EPERM: leases, record locks, notifications, owners, hints
+    socket, socketpair, ptrace, other processes' memory, mounts, namespaces, keys, bpf, io_uring,
+    asynchronous I/O, perf, inotify, fanotify   EPERM
+    changes of mode, owner, times and extended attributes; file locks; syslog
+                                                EPERM: device nodes and read-only files are the host's.
+                                                If root runs the evaluation, the program owns the nodes;
+                                                every account may write to /dev/zero and so set its times;
+                                                and the host sees a lock on a file opened for reading
+    fcntl, except for duplicating descriptors, flags and the size of pipes
+                                                EPERM: leases, record locks, notifications, owners, hints
     a call of another architecture              the process is killed
 
-The process limit of `setrlimit` would not be enough for the first, because the kernel does not apply it to
-root.
+RLIMIT_NPROC would not prevent new processes, because the kernel does not apply it to root.
 
-Numbers are those of the kernel's tables for x86-64 and AArch64. For other machines `seccomp_filter` returns
-None.
+System call numbers are those of the kernel's tables for x86-64 and AArch64. For other machines `seccomp_filter`
+returns None.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ import errno
 import platform
 import struct
 
-# struct seccomp_data: nr at 0, arch at 4, then the arguments from 16, 8 bytes each. The kernel takes the command
-# of fcntl as 32 bits, and these are the low ones: both machines here are little-endian.
+# struct seccomp_data: nr at offset 0, arch at 4, the arguments from 16, 8 bytes each. The command of fcntl is 32 bits,
+# the lower half of its argument, which comes first because both machines are little-endian.
 _NR, _ARCH, _SECOND_ARGUMENT = 0, 4, 24
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
@@ -41,11 +41,11 @@ _X32 = 0x40000000
 
 _FCNTL_ALLOWED = (0, 1, 2, 3, 4, 1030, 1031, 1032)
 """F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC, F_SETPIPE_SZ, F_GETPIPE_SZ. The allowed commands are
-listed instead of the refused ones, because Linux adds commands of fcntl without new system calls."""
+listed, not the refused ones, because Linux adds commands of fcntl without a new system call."""
 
 _SAME = (425, 426, 427, 428, 429, 430, 431, 432, 433, 438, 442)
-"""io_uring, the mount calls from open_tree on, pidfd_getfd, mount_setattr: these numbers are the same
-everywhere."""
+"""io_uring, the mount calls from open_tree on, pidfd_getfd, mount_setattr: the numbers are the same on all
+architectures."""
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -53,7 +53,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 _TABLES: dict[str, tuple[int, int, tuple[int, ...]]] = {
-    # machine: AUDIT_ARCH, the number of fcntl, refused
+    # machine: AUDIT_ARCH, the number of fcntl, the numbers of refused calls
     "x86_64": (
         0xC000003E,
         72,
@@ -65,7 +65,7 @@ _TABLES: dict[str, tuple[int, int, tuple[int, ...]]] = {
         # inotify_init1 fanotify_init |
         # chmod fchmod fchmodat | chown fchown lchown fchownat | utime utimes futimesat utimensat |
         # setxattr lsetxattr fsetxattr | removexattr lremovexattr fremovexattr | flock | syslog
-        # (fchmodat2, setxattrat, removexattrat and file_setattr are newer than all that is allowed)
+        # (fchmodat2, setxattrat, removexattrat and file_setattr were added after Linux 5.13, so they get ENOSYS)
         _numbers(
             "56 57 58 41 53 101 310 311 165 166 155 161 272 308 248 249 250 321 298 323 175 313 176 246 "
             "29 30 31 67 64 65 66 220 68 69 70 71 240 241 319 275 276 278 206 253 294 300 "
@@ -85,7 +85,7 @@ _TABLES: dict[str, tuple[int, int, tuple[int, ...]]] = {
 
 
 def seccomp_filter(machine: str | None = None) -> bytes | None:
-    """Return the filter in the form that bubblewrap's `--seccomp` reads; None for a machine without a table here."""
+    """Return the filter in the form that bubblewrap's `--seccomp` reads; None if `machine` has no table here."""
     machine = platform.machine() if machine is None else machine
     if machine not in _TABLES:
         return None
@@ -95,7 +95,7 @@ def seccomp_filter(machine: str | None = None) -> bytes | None:
         _op(_EQUAL, arch, then=1),
         _op(_RETURN, _KILL),
         _op(_LOAD, _NR),
-        # x86-64 has a second table, for 32-bit pointers, above this number.
+        # From this number on x86-64 has the second table of the x32 ABI.
         _op(_AT_LEAST, _X32, otherwise=1),
         _op(_RETURN, _KILL),
         _op(_AT_LEAST, _NEWER, then=1),

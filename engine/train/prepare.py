@@ -198,7 +198,7 @@ def prepare(
     CacheError for a store that another process is writing, or that belongs to another teacher;
     TrainingFailed when memory runs out.
     """
-    job.plan.refuse_if_too_big(job.wanted.out)
+    job.plan.check_disk_space(job.wanted.out)
     try:
         return _prepare(job, stop, say, progress)
     except torch.OutOfMemoryError as error:

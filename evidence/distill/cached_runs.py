@@ -101,7 +101,7 @@ def read_alone(path: Path, device: torch.device) -> dict[str, float]:
                 fields = reading.wait()
                 assert fields is not None
                 copies = [field.to(device, non_blocking=True) for field in fields]
-                reader.take_back(reading)
+                reader.release(reading)
             if device.type == "cuda":
                 torch.cuda.synchronize()
             del copies

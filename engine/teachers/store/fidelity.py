@@ -1,11 +1,12 @@
-"""Check whether stored teacher outputs are those that the teacher computes, by computing some rows of the store again.
+"""Check stored teacher outputs against the teacher: recompute some rows and compare.
 
-    cosine(stored, computed)              for each token; the smallest one counts
-    |stored - computed| / |computed|      the largest counts; it shows a wrong scale, where the cosine is 1
+    cosine(stored, computed)              per token; the smallest must reach a threshold
+    |stored - computed| / |computed|      per token; the largest must stay below a limit. It finds a wrong scale,
+                                          which a cosine does not
 
-Hidden states are compared if they are stored, otherwise probabilities: one component for each token that either side
-kept, and one for the rest. They are computed here, from the logits alone, and not by the code that fills a store.
-Sampled targets are drawn again with their own random numbers, so they are equal or nearly so.
+Hidden states are compared if they are stored, otherwise probability vectors over the vocabulary, with one more
+component for the tail that was not stored. The probabilities are computed here from the logits, not by the code that
+fills a store. Sampled targets are drawn again with the same random numbers, so they are equal up to rounding.
 """
 
 # Shapes: N tokens of a row, E width, K stored tokens of a position, V vocabulary
@@ -33,11 +34,12 @@ from engine.teachers.store.teacher import CachedTeacher
 BATCH_ROWS = 4
 MIN_COMPARED, MAX_COMPARED = 4, 64
 COMPARED_FLOPS = {"cpu": 1e11, "cuda": 1e15}
-"""FLOPs, by device, for recomputing stored rows with the teacher before they are used: a few seconds of work."""
+"""FLOPs of the teacher that may be spent on the comparison, by device: a few seconds."""
 DRAW_ROUNDING = 2e-3
-"""Largest distance of a random number from the interval of its id, in probability: two passes round differently."""
+"""Largest distance, in probability, of a random number from the cumulative interval of the id that it drew. It is
+above 0 because two forward passes round differently."""
 SEARCHED_ROWS = 1024
-"""Number of rows of a run, evenly spread, that are searched in the store."""
+"""Number of rows of a run, evenly spread, that are looked up in the store to find stored ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +52,8 @@ class Fidelity:
     tokens: int
 
     def within(self, cosine: float) -> bool:
-        """Return whether each token has this cosine or more, and no more than the distance that belongs to it."""
+        """Return whether every token reaches this cosine, and none exceeds 1.1 times the relative distance of two
+        vectors of equal length with this cosine."""
         distance = math.sqrt(2 * (1 - cosine))
         # `>=` and `<=`, so that NaN fails.
         return self.least_cosine >= cosine and self.largest_distance <= 1.1 * distance
@@ -69,8 +72,8 @@ def affordable_rows(teacher: ModelConfig, seq_len: int, device: torch.device) ->
 
 
 def stored_rows(batches: Batches, store: Store, count: int, taken: int) -> list[Batch]:
-    """Return at most `count` of the `taken` rows of a run that are stored, in batches of BATCH_ROWS, so that swapped
-    outputs of rows in one batch are found too. They are spread evenly over the run."""
+    """Return up to `count` stored rows of the first `taken` rows of a run, evenly spread. They come in batches of
+    BATCH_ROWS, so that outputs swapped between the rows of a batch are found too."""
     rows = min(batches.rows_per_epoch, taken)
     positions = np.unique(np.linspace(0, rows - 1, min(rows, SEARCHED_ROWS)).astype(np.int64))
     candidates = [batches.take(int(position), 1) for position in positions]
@@ -88,7 +91,8 @@ def stored_rows(batches: Batches, store: Store, count: int, taken: int) -> list[
 def compare(
     stored: CachedTeacher, teacher: Teacher, batches: Sequence[Batch], device: torch.device
 ) -> Fidelity:
-    """Compare stored rows with `teacher`, which is cut to the student's vocabulary unless hidden states are stored."""
+    """Compare stored rows with the outputs of `teacher`. Its vocabulary is the student's, unless hidden states are
+    stored."""
     cosines, distances = [], []
     for batch in batches:
         kept, computed = _stored_and_computed(stored, teacher, batch, device)
@@ -122,8 +126,8 @@ def _stored_and_computed(
 def _compute(
     identity: Identity, hidden_NE: Tensor, head: Head, keys: Sequence[bytes], stored_NK: Tensor
 ) -> SparseTargets:
-    """Return what a store should hold for these tokens, one row for each of `keys`. A stored draw that is right up to
-    rounding is returned unchanged."""
+    """Return the targets that a store should hold for the rows of `keys`. A stored id whose cumulative interval is
+    within DRAW_ROUNDING of its random number is correct, and is returned unchanged."""
     assert identity.vocabulary is not None and identity.temperature is not None
     kept: list[tuple[Tensor, Tensor | None]] = []
     rows = zip(hidden_NE.chunk(len(keys)), stored_NK.chunk(len(keys)), keys, strict=True)
@@ -152,7 +156,7 @@ def _compute(
 
 
 def _spread(outputs: SparseTargets, vocabulary: int) -> Tensor:
-    """Return probabilities over the vocabulary, with one more column for the rest, (N, V + 1)."""
+    """Return probabilities over the vocabulary, with one more column for the remaining probability, (N, V + 1)."""
     ids_NK = outputs.ids_NK.long()
     if outputs.log_probs_NK is None:
         p_NK = torch.full(

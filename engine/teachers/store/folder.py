@@ -1,41 +1,39 @@
-"""A folder of stored teacher outputs. All content is verified before use, and a shard exists
-completely or not at all.
+"""A folder of stored teacher outputs. Every row is verified when it is read, and only complete shards
+are used.
 
     STORE/
       manifest.json               what the rows are and which teacher made them (`manifest.py`)
       shard-000000.safetensors    some rows: one tensor (rows, T, ...) for each field (`keys.py`)
       shard-000000.json           {"version": 1, "bytes": N, "rows": [[key, digest], ...]}
-      lock, prepare.jsonl         of the process that writes
+      lock, prepare.jsonl         lock and log of the process that writes
 
 A shard without its .json was never finished and is ignored. When a store is opened, each shard's
 size and header are checked against its .json and the manifest, which reads a few kilobytes per
-shard. The data are verified row by row, whenever a row is read, in the buffer that the row is then
-used from:
+shard. The data of a row are verified whenever the row is read, in the buffer that it is then used
+from:
 
     digest = SHA-256( key | the row's bytes in each field )
 
-A digest of a whole shard could only be verified by reading all of it, a quarter of a gigabyte, at
-the first access to any of its rows; in random order that is all shards at once. To do this only
-once, its result would be kept with the file's size, time and inode, and trusted from then on. A
-digest per row costs the same hashing, spread evenly, and is verified at every read of every epoch.
-Hashing runs in the reader's threads, without the interpreter's lock, at one to two gigabytes per
-second each. The digest covers the key, so that swapped rows are found too.
+Why a digest per row: to verify a digest of a whole shard, all of its quarter of a gigabyte must be
+read at the first access to any row, and with rows in random order that is all shards at the start.
+Digests of rows spread the hashing evenly, and verify each row again in every epoch. Hashing runs in
+the reader's threads, without the interpreter's lock, at one to two gigabytes per second and thread.
+The digest covers the key, so that swapped rows are found too.
 
 Rows are read with `pread`, not mapped: if a mapped file is truncated, the process dies with SIGBUS,
 whereas a short read is an error that can be reported.
 
-A shard that fails verification is refused, with all of its rows, for the lifetime of this process,
-and the reason names it: its rows are misses from then on.
+If a row fails verification, its whole shard is refused for the lifetime of this process, with a
+reason that names the shard: all rows of the shard are misses from then on.
 
 Rows are collected in memory until a shard is full. Then, in this order: the shard is written and
 fsynced under a partial name and renamed; its .json the same way; the folder is fsynced. The .json
 comes last and completes the shard: a process that is killed earlier leaves a file that is never
-read and that the next writer replaces. So at most one shard of rows is lost, and every shard that
-is found is complete.
+read and that the next writer replaces. So a kill loses at most the rows of one shard, and every shard
+with a .json is complete.
 
-The same rows in the same order give the same bytes, headers included, and a gap in the shard
-numbers is filled first: a store that was interrupted and continued equals, file by file, one that
-was not.
+The same rows in the same order give the same bytes, headers included, and a new shard takes the
+first free number. So an interrupted and continued store equals, file by file, one written in one go.
 
 There is one writer per store, which holds `flock` on `lock`. Readers need no lock, because a
 finished shard is never written again. This module does not import torch.
@@ -66,14 +64,14 @@ from engine.teachers.store.manifest import Manifest, read_manifest
 
 VERSION = 1
 SHARD_BYTES = 256 * 2**20
-"""Size of a shard in bytes. A kill loses at most one, about a second of a 7B teacher on one GPU."""
+"""Size of a shard in bytes: about a second of work of a 7B teacher on one GPU, which a kill may lose."""
 LOCK = "lock"
 _PARTIAL = ".partial"
 _SHARD = re.compile(r"shard-([0-9]{6})\.json")
 
 
 class ShardDamaged(CacheError):
-    """The content of a shard differs from its hash."""
+    """A shard's size, header or row digests do not match its content."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +92,9 @@ class Store:
         self.path, self.manifest = path, manifest
         self.identity: Identity = manifest.identity
         self.refusals: list[str] = []
-        """Name and reason of each shard that is not used."""
+        """A message for each refused shard, with its name and the reason."""
         self.unreadable: list[Path] = []
-        """Shards that were refused when the store was opened."""
+        """Paths of the shards that were refused when the store was opened."""
         self._guard = threading.Lock()
         self._places: dict[bytes, tuple[Shard, int]] = {}
         self.shards: dict[int, Shard] = {}
@@ -121,8 +119,8 @@ class Store:
     def read(self, key: bytes, into: Sequence[memoryview]) -> None:
         """Read the row under `key` into one byte buffer per field.
 
-        Raises KeyError if there is none, and ShardDamaged, naming the shard, if the row differs
-        from what was written. All rows of that shard are then dropped from this store, and the
+        Raises KeyError if the store has no such row. Raises ShardDamaged, naming the shard, if the row
+        does not match its digest: all rows of the shard are then dropped from this store, and the
         content of the buffers is undefined.
         """
         shard, row = self._places[key]
@@ -135,14 +133,14 @@ class Store:
     def _refuse(self, shard: Shard, reason: str) -> None:
         with self._guard:
             if self.shards.pop(shard.number, None) is None:
-                return  # another thread found it first
+                return  # another thread has refused it already
             self.refusals.append(reason)
             # A new dict, because other threads may be looking rows up in the old one.
             self._places = {k: p for k, p in self._places.items() if p[0] is not shard}
 
     def verify(self) -> Iterator[Shard]:
-        """Read every row of every shard, and refuse and yield the shards that differ from what was
-        written.
+        """Read every row of every shard. Refuse and yield each shard with a row that does not match its
+        digest.
         """
         buffers = [memoryview(bytearray(field.bytes)) for field in self.identity.fields]
         for shard in list(self.shards.values()):
@@ -177,7 +175,7 @@ def shard_numbers(folder: Path) -> list[int]:
 
 
 def row_digest(key: bytes, parts: Sequence[Any]) -> bytes:
-    """Return the digest with which a row is verified; `parts` are the buffers of its fields."""
+    """Return the digest of a row; `parts` are the buffers of its fields."""
     digest = hashlib.sha256(key)
     for part in parts:
         digest.update(part)
@@ -272,12 +270,11 @@ def only_writer(folder: Path) -> Iterator[None]:
                 "teacher outputs",
                 folder,
                 "no other writer",
-                "one that is alive",
+                "a live process that holds the lock",
                 hint="`engine prepare` is already filling this store; wait for it",
             ) from None
-        for partial in folder.glob(
-            f"*{_PARTIAL}"
-        ):  # this process holds the lock, so the writer of the file has ended
+        # This process holds the lock, so the process that wrote a partial file has ended.
+        for partial in folder.glob(f"*{_PARTIAL}"):
             partial.unlink()
         yield
     finally:
@@ -287,8 +284,7 @@ def only_writer(folder: Path) -> Iterator[None]:
 class ShardWriter:
     """Writes rows into shards of `shard_rows` rows; `taken` are the numbers of existing shards.
 
-    Use it only within `only_writer`. Raises DiskFull or CacheError, which leave every finished
-    shard unchanged.
+    Use it only within `only_writer`. Raises DiskFull or CacheError; finished shards stay unchanged.
     """
 
     def __init__(
@@ -302,7 +298,7 @@ class ShardWriter:
         self._waiting: list[tuple[bytes, bytes, list[bytes]]] = []
 
     def add(self, key: bytes, parts: Sequence[Any]) -> None:
-        """Add one row, given as one buffer per field, which is copied."""
+        """Add one row, given as one buffer per field. The buffers are copied."""
         copies = [bytes(part) for part in parts]
         for field, part in zip(self.identity.fields, copies, strict=True):
             assert len(part) == field.bytes, (field, len(part))
@@ -331,15 +327,15 @@ class ShardWriter:
 
 
 def remove_shard(path: Path) -> None:
-    """Remove a shard from its store, its .json first, because that marks it as finished."""
+    """Remove a shard from its store: first its .json, without which the shard does not count."""
     path.with_suffix(".json").unlink(missing_ok=True)
     path.unlink(missing_ok=True)
     fsync_folder(path.parent)
 
 
 def _header(fields: Sequence[Field], rows: int) -> bytes:
-    """Return the header of a shard. Fields are stored in order: all have the same element size, so
-    each one starts aligned.
+    """Return the header of a shard. The fields follow each other without padding: all have elements of
+    the same size, so each field starts aligned.
     """
     return header_bytes((field.name, field.dtype, (rows, *field.shape)) for field in fields)
 
@@ -372,6 +368,6 @@ def _publish(path: Path, pieces: Sequence[bytes]) -> None:
 def _unwritable(path: Path, error: OSError) -> CacheError | DiskFull:
     reason = str(error.strerror)
     if error.errno in NO_ROOM:
-        hint = "make room and give the same command again: finished shards are kept"
-        return DiskFull.expected("teacher outputs", path, "room for them", reason, hint=hint)
-    return CacheError.expected("teacher outputs", path, "a path that can be written", reason)
+        hint = "free disk space and repeat the command: finished shards are kept"
+        return DiskFull.expected("teacher outputs", path, "free disk space", reason, hint=hint)
+    return CacheError.expected("teacher outputs", path, "a writable path", reason)

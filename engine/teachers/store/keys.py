@@ -1,7 +1,7 @@
-"""The key under which a sequence's stored teacher output is looked up, and what is stored under it.
+"""The keys and the forms of stored teacher outputs.
 
-A row of the corpus is stored once, under a digest of everything that the teacher's output depends
-on:
+The teacher's output for a row of the corpus is stored once, under a digest of everything that the
+output depends on:
 
     key = SHA-256( identity | token ids | document ids )
 
@@ -10,8 +10,8 @@ on:
     document ids  renumbered from 0 by first appearance: only the document boundaries matter, not
                   which documents of the corpus they are
 
-So the key does not depend on the order of the rows, the epoch, the batch or the seed. A hit is the
-output of exactly this teacher for exactly these tokens; everything else is a miss.
+So the key does not depend on the order of the rows, the epoch, the batch or the seed of the run. A
+row that is found is the output of exactly this teacher for exactly these tokens.
 
     form       a row holds                                                bytes per token
     hidden     final hidden states (T, E), in the teacher's dtype         E x 2 or 4
@@ -20,8 +20,8 @@ output of exactly this teacher for exactly these tokens; everything else is a mi
     sampled    m ids drawn from p at temperature T, with repeats          m x 4
 
 Hidden states are exact: with the teacher's head they give its whole distribution, at any
-temperature. The other two forms are over the student's vocabulary (the teacher's first ids,
-renormalised) and for one temperature. This module does not import torch.
+temperature. The other two forms hold probabilities at one temperature, over the student's
+vocabulary (the first ids of the teacher's, renormalised). This module does not import torch.
 """
 
 # Shapes: B rows, T tokens of a row, E teacher width, K ids of a token
@@ -47,12 +47,12 @@ DTYPE_BYTES = {"F32": 4, "BF16": 2, "I32": 4}
 
 
 class CacheError(BadInput):
-    """A store of teacher outputs cannot be used."""
+    """A store of teacher outputs cannot be used or written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """One tensor of a row."""
+    """One tensor of a stored row."""
 
     name: str
     dtype: str
@@ -66,25 +66,25 @@ class Field:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Everything that a stored output depends on apart from the row itself."""
+    """Everything that a stored output depends on, except the row itself."""
 
     form: str
     teacher_sha256: str
-    """Hash of the teacher's tensors in memory; for block-quantised weights, of the blocks."""
+    """SHA-256 of the teacher's tensors in memory; of block-quantised weights, of their blocks."""
     backend: str
     precision: str
     dtype: str
-    """Dtype of its hidden states: F32 or BF16."""
+    """Dtype of the teacher's hidden states: F32 or BF16."""
     width: int
     """Width of the teacher's hidden states."""
     seq_len: int
     vocabulary: int | None = None
-    """Vocabulary size of the stored probabilities; None for hidden states, which do not depend on
-    it.
+    """Vocabulary size of the stored probabilities; None for hidden states, which do not depend on a
+    vocabulary.
     """
     temperature: float | None = None
     count: int = 0
-    """K of top_k, m of sampled."""
+    """K of top_k or m of sampled."""
     seed: int | None = None
     """Seed of the draws."""
 
@@ -114,7 +114,7 @@ class Identity:
 
     @property
     def words(self) -> str:
-        """A short description of the form, for people."""
+        """Short description of the form, for messages."""
         if self.form == HIDDEN:
             return f"hidden states, {self.width} x {self.dtype}"
         what = f"top {self.count}" if self.form == TOP_K else f"{self.count} draws"
@@ -130,7 +130,7 @@ class Identity:
 
 
 def identity_of(fields: Any) -> Identity:
-    """Return the identity from the dict that `asdict` gave. Raises CacheError."""
+    """Return the identity from its fields, as `asdict` gives them. Raises CacheError."""
     try:
         return Identity(**fields)
     except TypeError as error:
@@ -163,8 +163,8 @@ def canonical(documents_BT: Int64Array) -> Int64Array:
 
 
 def uniforms(seed: int, key: bytes, shape: Sequence[int]) -> NDArray[np.float64]:
-    """Return numbers in [0, 1) for the draws of one row. They are a pure function of seed and key,
-    the same on every machine, so that drawing a row again gives the same ids.
+    """Return random numbers in [0, 1) for the draws of one row. They depend on seed and key alone, and
+    are equal on every machine, so that drawing a row again gives the same ids.
     """
     words = np.frombuffer(hashlib.sha256(seed.to_bytes(8, "little") + key).digest(), dtype="<u8")
     raw = np.random.Philox(key=words[:2].copy()).random_raw(math.prod(shape))
@@ -173,8 +173,8 @@ def uniforms(seed: int, key: bytes, shape: Sequence[int]) -> NDArray[np.float64]
 
 
 def contents_sha256(batches: Sequence[Batch]) -> str:
-    """Return a digest of the rows of some batches, in order. It is equal if the teacher gets the
-    same input.
+    """Return a digest of the rows of some batches, in order. Equal digests mean that the teacher gets
+    the same input.
     """
     digest = hashlib.sha256()
     for batch in batches:

@@ -1,15 +1,15 @@
 """`manifest.json` of a store of teacher outputs, and the check whether a store fits a run.
 
-`manifest.json` records what the rows of a store are, which teacher produced them, and what was
-measured of the teacher at that time:
+`manifest.json` records the form of the rows, the teacher that produced them, and measurements of the
+teacher:
 
-    {"sha256": of the rest as JSON with sorted keys, "manifest": {"version": 1, "identity": {...}, ...}}
+    {"sha256": SHA-256 of the manifest as JSON with sorted keys, "manifest": {"version": 1, "identity": {...}, ...}}
 
-The identity names a teacher by the hash of its tensors in memory. Reading a store must not require
-loading them, so the manifest also names the files they came from, each with its size, its SHA-256
-and a stamp: device, inode, mtime and ctime. A file with the same stamp is the file that was hashed
-(a copied or touched one has another stamp). A file with another stamp is hashed again, at one or
-two gigabytes per second, and must have the same hash. `fitting_manifest` checks the manifest
+The identity holds the hash of the teacher's tensors in memory. To recognise the teacher without
+loading its tensors, the manifest also lists the files they came from, each with its size, its
+SHA-256 and a stamp: size, device, inode, mtime and ctime. A file with the same stamp is the file that
+was hashed (a copied or touched file has another stamp). A file with another stamp is hashed again, at
+one or two gigabytes per second, and must have the same hash. `fitting_manifest` checks the manifest
 against a run before anything is loaded. This module does not import torch.
 """
 
@@ -48,15 +48,16 @@ class TeacherFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Measurements of the teacher on held-out rows that a run would otherwise make itself."""
+    """Measurements of the teacher on held-out rows, which a run without a store makes itself."""
 
     heldout_sha256: str
-    """Digest of the rows it was measured on (`contents_sha256`)."""
+    """Digest of the held-out rows (`contents_sha256`)."""
     loss: float
     """Cross entropy in nats per labelled token."""
     labelled: int
     dropped_mean: float | None = None
-    """Mean probability of the token ids that are cut, at `temperature`; None if none are cut."""
+    """Mean probability, at `temperature`, of the teacher's ids beyond the student's vocabulary; None without such
+    ids."""
     dropped_max: float | None = None
     dropped_tokens: int = 0
     temperature: float = 1.0
@@ -92,7 +93,10 @@ def read_manifest(folder: Path) -> Manifest:
         content = document["manifest"]
         if document["sha256"] != _digest(content):
             raise CacheError.expected(
-                "teacher.cache", path, f"content of sha256 {document['sha256']}", _digest(content)
+                "teacher.cache",
+                path,
+                f"content with sha256 {document['sha256']}",
+                _digest(content),
             )
         return _manifest_of(path, content)
     except FileNotFoundError:
@@ -100,7 +104,7 @@ def read_manifest(folder: Path) -> Manifest:
             "teacher.cache",
             folder,
             "a store of teacher outputs",
-            f"no {MANIFEST} in it" if folder.is_dir() else "nothing there",
+            f"a folder without {MANIFEST}" if folder.is_dir() else "no folder",
             hint="`engine prepare` makes one",
         ) from None
     except OSError as error:
@@ -143,12 +147,12 @@ def teacher_files(path: str | Path) -> tuple[TeacherFile, ...]:
 
 
 def check_teacher_files(path: str | Path, manifest: Manifest, where: Path) -> str:
-    """Check that the weights in `path` are the ones that produced the store's rows, and return in
-    words how that is known. Raises CacheError.
+    """Check that the weights in `path` are those that produced the store's rows. Return words for the
+    kind of check, inode and times or hashes. Raises CacheError.
     """
     recorded = {file.name: file for file in manifest.files}
     present = {name: (file, stamp) for name, file, stamp in _named_files(path)}
-    # If the model is a single file, its name does not matter.
+    # A model of one file may have been renamed.
     if len(recorded) == len(present) == 1:
         present = dict.fromkeys(recorded, next(iter(present.values())))
     if present.keys() != recorded.keys():
@@ -163,23 +167,23 @@ def check_teacher_files(path: str | Path, manifest: Manifest, where: Path) -> st
         if (digest := _file_digest(file)) != recorded[name].sha256:
             raise _other_teacher(where, f"{file} with sha256 {recorded[name].sha256}", digest)
     if not hashed:
-        return "its files are those that were hashed when the store was made (inode and times)"
-    return f"its files have the hashes of those that the store was made with ({hashed} hashed now)"
+        return "its files are unchanged since the store was made (by inode and times)"
+    return f"its files have the hashes that the manifest records ({hashed} hashed now)"
 
 
 def _other_teacher(where: Path, expected: str, found: str) -> CacheError:
     return CacheError.expected(
         "teacher.cache",
         where,
-        f"the teacher it was made with: {expected}",
+        f"the teacher that the store was made with: {expected}",
         found,
         hint="name that teacher in teacher.path, or make another store with `engine prepare`",
     )
 
 
 def _named_files(path: str | Path) -> list[tuple[str, Path, tuple[int, ...]]]:
-    """Return name, path and stamp of each weight file, and of config.json next to safetensors files.
-    The stamp begins with the size.
+    """Return name, path and stamp of each weight file, and of the config.json of safetensors files. The
+    stamp is size, device, inode, mtime and ctime.
     """
     with open_weights(Path(path)) as weights:
         files = {info.file for info in weights.tensors.values()}
@@ -243,6 +247,6 @@ def fitting_manifest(spec: RunSpec, teacher: ModelConfig, student: ModelConfig) 
             path,
             ", ".join(f"{name} {expected}" for name, expected, _ in differing),
             ", ".join(f"{stored}" for _, _, stored in differing),
-            hint='`engine prepare` with this spec makes a store that fits; teacher.cache="" goes without',
+            hint='`engine prepare` with this spec makes a store that fits; with teacher.cache="" the run uses no store',
         )
     return manifest

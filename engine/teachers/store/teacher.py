@@ -1,37 +1,38 @@
 """A teacher read from stored outputs; the teacher model itself runs only for batches that are not
 in the store.
 
-    hidden     hidden states and the head, as from any teacher: exactly the same loss
-    top_k      `targets`, a few ids per token, which the loss takes instead of hidden states and head
-    sampled    the same, with drawn ids
+    hidden     `hidden` and `head`, as from any teacher: exactly the same loss
+    top_k      `targets`: a few ids per token, which the loss takes instead of hidden states and head
+    sampled    `targets`, with drawn ids
 
 If any row of a batch is missing, the whole batch is a miss. The teacher model is then run on the
 whole batch, in the same arithmetic that the store was made with; it is loaded at the first miss.
-With `teacher.cache_miss=refuse` a miss is refused instead. Misses are counted and reported; their
+With `teacher.cache_miss=refuse` a miss is an error instead. Misses are counted and reported; their
 cost shows in the step time.
 
-Rows are identified by their content (`keys.py`), which is on the host before it is on the device.
-`note` records that two device tensors hold a given host batch, and starts reading its rows; a later
-call with the same tensor objects, unmodified, gets these rows. Tensors that were not noted are copied back from
-the device, which synchronises: this is correct but slow, and only checks and evaluations do it.
+Rows are identified by their content (`keys.py`), which is known on the host. `note` records that two
+device tensors hold a given host batch, and starts reading its rows; a later call of `hidden` or
+`targets` with the same tensor objects, unmodified, gets these rows. Other tensors are copied back
+from the device to find their rows. This synchronises and is slow; only checks and evaluations do it.
 
 On a GPU rows are copied on a separate stream: they are requested while the previous step still
 computes, and are on the device when they are needed.
 
-Wrappers of a teacher, such as the one that truncates its vocabulary, are inside this one.
+The teacher model inside a CachedTeacher already has its wrappers, such as the one that truncates its
+vocabulary.
 
 Several threads read rows into host memory ahead of use. At 100k tokens per second, hidden states of
 7 KB per token are 0.7 GB/s to read, verify and copy. So the rows of a batch are read as soon as the
-batch is known, each row directly to its place in one buffer, which is pinned if the device is a
-GPU: the copy to the device is then asynchronous, and there is no copy on the host. The threads
-spend their time in `pread` and SHA-256, both of which release the interpreter's lock.
+batch is known, each directly to its offset in one buffer. On a GPU the buffer is pinned: the copy to
+the device is then asynchronous, without another copy on the host. The threads spend their time in
+`pread` and SHA-256, both of which release the interpreter's lock.
 
-A buffer is reused once the device has finished copying it. There are as many buffers as batches in
-flight: two, if one batch is read ahead of the one that trains.
+A pinned buffer is reused once the device has finished copying it. There are as many buffers as
+batches in flight: two, if one batch is read ahead.
 
 With stored hidden states a run needs only the teacher's output matrix: 1.1 GB of the 15 GB of a 7B
-teacher in bf16. `load_head` reads it in the same way as `engine.models.load`, from the one tensor
-of the file that holds it, which for a tied model is the embedding.
+teacher in bf16. `load_head` reads it as `engine.models.load` does, but only that tensor of the file;
+in a tied model it is the embedding.
 """
 
 from __future__ import annotations
@@ -72,9 +73,9 @@ if TYPE_CHECKING:
 # Shapes: B rows, T tokens, N = B*T, E teacher width, K ids of a token
 
 MAX_NOTED = 4
-"""Maximum number of noted batches: those of one step in flight, and the one after it."""
+"""Maximum number of noted batches that wait to be requested."""
 THREADS = 4
-"""Largest number of threads that read rows."""
+"""Maximum number of threads that read rows."""
 
 
 class Reading:
@@ -110,7 +111,7 @@ class Reader:
         self._free: list[tuple[Tensor, torch.cuda.Event | None]] = []
 
     def begin(self, keys: Sequence[bytes]) -> Reading:
-        """Start reading one batch; a missing key is found by `Reading.wait`."""
+        """Start reading the rows of one batch. A missing row shows in `Reading.wait`."""
         fields = self._store.identity.fields
         buffer = self._buffer(len(keys) * self._store.identity.row_bytes)
         raw, start = buffer.numpy().data, 0
@@ -135,10 +136,9 @@ class Reader:
         ]
         return Reading(buffer, tuple(tensors), rows)
 
-    def take_back(self, reading: Reading) -> None:
-        """Return a reading's buffer for reuse. The host no longer reads its tensors, and the last
-        copy from them is already on the current stream. On a CPU they may still be in use, so
-        nothing is reused.
+    def release(self, reading: Reading) -> None:
+        """Make a reading's buffer available for reuse. Call it when the last copy from its tensors has been
+        queued on the current stream. On a CPU nothing is reused, because the tensors may be in use.
         """
         if self._device.type == "cuda":
             event = torch.cuda.current_stream(self._device).record_event()
@@ -152,28 +152,28 @@ class Reader:
             if buffer.numel() == size and (event is None or event.query()):  # type: ignore[no-untyped-call]
                 del self._free[index]
                 return buffer
-        # Buffers of other sizes belong to an evaluation or to the last batch of an epoch.
+        # Free buffers of other sizes are dropped: they are left from an evaluation or a partial batch.
         self._free = [free for free in self._free if free[0].numel() == size]
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
 
 
 @dataclass(frozen=True, slots=True)
 class _Noted:
-    """Two device tensors and the keys of the rows they hold."""
+    """Two device tensors, and the keys of the rows that they hold."""
 
     tokens_BT: Tensor
     documents_BT: Tensor
     keys: list[bytes]
     reading: Reading | None
-    """The reading from the store; None if a row is not in it."""
+    """The rows being read; None if the store does not hold all of them."""
 
 
 # contract: topk-cache-fidelity-v1
 class CachedTeacher:
     """A teacher that reads its outputs from `store`, with `head` if the store holds hidden states.
 
-    `online` loads the teacher that made the store, cut to the student's vocabulary; None refuses
-    misses. `say` receives one line for each event that the user should know about.
+    `online` loads the teacher that made the store, truncated to the student's vocabulary; with None a
+    miss raises TrainingFailed. `say` receives one line for each event that the user should know of.
     """
 
     def __init__(
@@ -191,9 +191,9 @@ class CachedTeacher:
         self.hits = 0
         """Number of rows that came from the store."""
         self.misses = 0
-        """Number of rows in batches that were misses."""
+        """Number of rows in batches that the teacher model computed."""
         self.proof: Fidelity | str = "it was not compared with the teacher"
-        """Result of comparing some of its rows with the teacher, or the reason why they were not compared."""
+        """Result of comparing some stored rows with the teacher, or the reason why none were compared."""
         self._device, self._vocab_size = device, vocab_size
         self._head, self._load, self._report = head, online, say
         self._online: Teacher | None = None
@@ -222,8 +222,8 @@ class CachedTeacher:
         return self._head
 
     def note(self, batch: Batch, tokens_BT: Tensor, documents_BT: Tensor) -> None:
-        """Record that the tensors hold the tokens and documents of `batch`, and start reading its
-        rows.
+        """Record that the two tensors hold the tokens and documents of `batch`, and start reading its
+        stored rows.
         """
         while len(self._noted) >= MAX_NOTED:
             self._drop(self._noted.popleft())
@@ -240,8 +240,8 @@ class CachedTeacher:
         return hidden_NE.view(*tokens_BT.shape, -1)
 
     def targets(self, tokens_BT: Tensor, documents_BT: Tensor) -> SparseTargets | None:
-        """Return the stored targets that the loss uses instead of hidden states and head; None if the store holds
-        hidden states.
+        """Return the stored targets, which the loss uses instead of hidden states and head; None if the store
+        holds hidden states.
         """
         if self.gives_hidden:
             return None
@@ -255,10 +255,10 @@ class CachedTeacher:
 
     @property
     def summary(self) -> str:
-        """Hits and misses so far, in words."""
+        """Hits and misses so far, as a sentence."""
         rows = self.hits + self.misses
         text = f"teacher outputs: {self.hits:,} of {rows:,} rows came from {self.store.path}"
-        return f"{text}, {self.misses:,} from the teacher" if self.misses else text
+        return f"{text}, {self.misses:,} from the teacher model" if self.misses else text
 
     def close(self) -> None:
         self._reader.close()
@@ -271,9 +271,7 @@ class CachedTeacher:
     def _stored(
         self, tokens_BT: Tensor, documents_BT: Tensor
     ) -> tuple[tuple[Tensor, ...] | None, list[bytes]]:
-        """Return the fields of the rows on the device, or None if a row is missing, and the keys of
-        the rows.
-        """
+        """Return the rows' fields on the device (None if a row is missing or damaged), and the rows' keys."""
         noted = next(
             (n for n in self._noted if n.tokens_BT is tokens_BT and n.documents_BT is documents_BT),
             None,
@@ -281,7 +279,7 @@ class CachedTeacher:
         if noted is None:
             noted = self._new(_copy_to_host(tokens_BT, documents_BT), tokens_BT, documents_BT)
         else:
-            # Compared by identity: `==` would compare tensors.
+            # `is not`, because `!=` of two dataclasses would compare their tensors.
             self._noted = deque(n for n in self._noted if n is not noted)
         if noted.reading is None:
             return None, noted.keys
@@ -299,28 +297,28 @@ class CachedTeacher:
         current = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(self._stream):
             copies = tuple(field.to(self._device, non_blocking=True) for field in fields)
-            self._reader.take_back(reading)
+            self._reader.release(reading)
         current.wait_stream(self._stream)
         for copy in copies:
-            # The side stream owns this memory, and must not reuse it before the current stream is
-            # done.
+            # The side stream allocated this memory. The allocator must not reuse it while the current
+            # stream still reads it.
             copy.record_stream(current)
         return copies
 
     def _online_teacher(self, rows: int) -> Teacher:
-        """Return the teacher model, for a batch of `rows` rows that is a miss."""
+        """Return the teacher model to compute a batch of `rows` rows that is a miss. Load it if necessary."""
         first, self.misses = not self.misses, self.misses + rows
         if self._load is None:
             raise TrainingFailed(
-                f"teacher outputs: {self.store.path} — expected every row, found a batch of {rows} "
-                "of which one is missing or damaged",
+                f"teacher outputs: {self.store.path} — expected every row, found a batch of {rows} rows "
+                "with a missing or damaged row",
                 hint="`engine prepare` with this spec fills the store; teacher.cache_miss=online computes "
                 "missing rows with the teacher",
             )
         if first:
             self._report(
-                f"{self.store.path}: a batch of {rows} rows is not complete in the store, so the teacher model "
-                "computes it, as it will any other such batch; the log counts them at the end"
+                f"{self.store.path}: the store lacks a row of a batch of {rows} rows. The teacher model computes "
+                "this batch, and further incomplete batches; the log reports their rows at the end"
             )
         if self._online is None:
             self._online = self._load()
@@ -330,7 +328,7 @@ class CachedTeacher:
         """Discard a noted batch that was never requested."""
         if noted.reading is not None:
             noted.reading.wait()
-            self._reader.take_back(noted.reading)
+            self._reader.release(noted.reading)
 
     def _report_refusals(self) -> None:
         for text in self.store.refusals[self._reported_refusals :]:
@@ -339,7 +337,7 @@ class CachedTeacher:
 
     def _no_hidden_states(self) -> NoHiddenStates:
         return NoHiddenStates(
-            f"teacher.cache: the store holds {self.store.identity.words}, and no hidden states to ask for"
+            f"teacher.cache: expected a store of hidden states, found {self.store.identity.words}"
         )
 
 
@@ -366,19 +364,18 @@ def load_head(
     device: torch.device,
     how: ModelSection = AUTO,
 ) -> Head:
-    """Load the head of the model in `path`; with `packed`, keep its quantised blocks if the file
-    has any.
+    """Load the head of the model in `path`. With `packed`, a head that the file stores in quantised
+    blocks keeps them.
 
     Raises WeightsError.
     """
     with open_weights(Path(path)) as weights:
         config = config_of(weights, how)
         if not config.native:
-            # Only the loaded model knows which tensor is its head; the rest is freed.
+            # transformers knows which tensor is the head only after loading the model; the rest is freed.
             head_VD = load_decoder(weights, dtype, device, how).head_weight
-            assert (
-                head_VD is not None
-            )  # a store never holds hidden states of models that give logits
+            # `engine prepare` stores no hidden states of models that give only logits.
+            assert head_VD is not None
             return DenseHead(head_VD.detach().clone())
         check_fits(config, weights, weights.path, weights.convention)
         check_tied(config, weights)
@@ -386,7 +383,7 @@ def load_head(
         name = embedding if config.tie_word_embeddings else head
         source = weights.get(name)
         if packed and isinstance(source, QuantTensor):
-            # The scales were checked to be finite when the store was made from the same bytes.
+            # `engine prepare` has checked that the scales of these blocks are finite.
             matrix = pack(source.to(device))
             matrix = PackedMatrix(matrix.type, *matrix.shape, matrix.data.clone())
             scratch = Scratch(device, dtype)

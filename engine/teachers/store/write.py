@@ -1,21 +1,20 @@
-"""Write the outputs of a teacher to a store: which rows are missing, and running the teacher on them.
+"""Write the outputs of a teacher to a store: find the missing rows, and run the teacher on them.
 
     walk -> plan_store (exact to the byte, before the teacher is loaded) -> fill_store -> shards
 
-An existing store is continued: its shards are read and verified, damaged ones are computed again, and
-otherwise only batches with a missing row are run. Such a batch is run as a whole, since other batches
-would round differently. A request to stop finishes the current shard and loses nothing; a kill loses at
-most that shard.
+An existing store is continued: its shards are read and verified, damaged ones are removed, and the
+teacher runs on the batches that have a missing row. It always runs on whole training batches, because
+batches of another shape would round differently. A request to stop finishes the current shard and
+loses nothing; a kill loses at most that shard.
 
-Rows are taken in training order and in training batches, each row of the corpus once: rows are stored
-under their content, so later epochs find them too. When hidden states are stored, the held-out rows come
+The walk has the order and the batches of training, with each row of the corpus once: rows are stored
+under their content, so later epochs find them too. If hidden states are stored, the held-out rows come
 first, because a run evaluates its teacher on them.
 
-Every row is hashed here once, at some 10 000 rows a second, to find rows that are equal or already
+The plan hashes every row, at some 10 000 rows a second, to find rows that are equal or already
 stored. This makes the planned disk space exact to the byte.
 
-The bytes of a shard are those of `engine.teachers.store.folder`; `engine.train.prepare` puts the command
-together.
+`engine.teachers.store.folder` defines the bytes of a shard; `engine.train.prepare` is the command.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ from engine.teachers.store.outputs import sparse_parts
 from engine.units import format_bytes
 
 RESERVE_BYTES = 64 * 2**20
-"""Bytes kept free on the disk beyond the plan, for the log, the manifest and other small files."""
+"""Bytes that must be free in addition to the plan, for the log, the manifest and other small files."""
 AHEAD = 2
-"""Largest number of batches that wait to be written while the teacher runs on the next one."""
+"""Maximum number of batches that wait to be written while the teacher runs on the next one."""
 
 # Shapes: B rows, T tokens, N = B*T
 
@@ -60,7 +59,7 @@ class Walk:
     def __iter__(self) -> Iterator[Batch]:
         yield from self.heldout
         batch_rows = self.batches.rows_per_batch
-        # Whole batches, as training takes them: the last of an epoch continues into the next.
+        # Whole batches, as in training: the last batch of an epoch ends with rows of the next one.
         for position in range(0, self.rows, batch_rows):
             yield self.batches.take(position, batch_rows)
 
@@ -68,8 +67,8 @@ class Walk:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorePlan:
     identity: Identity
-    """The identity of the rows before the teacher is loaded. Its hash is empty, and so is its backend
-    when none is configured and no store exists; an existing store supplies both.
+    """Identity of the rows. Before the teacher is loaded its hash is empty, and so is its backend if
+    none is configured; an existing store supplies both.
     """
     rows: int
     """Number of rows in the walk."""
@@ -86,7 +85,7 @@ class StorePlan:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens that the teacher still has to process."""
+        """Number of tokens in the missing rows."""
         return self.missing * self.identity.seq_len
 
     @property
@@ -98,14 +97,14 @@ class StorePlan:
         identity, token_bytes = self.identity, self.identity.token_bytes
         shards = -(-self.missing // self.rows_per_shard)
         not_missing = [f"{self.stored:,} stored already"] if self.stored else []
-        not_missing += [f"{self.repeated:,} equal to another"] if self.repeated else []
+        not_missing += [f"{self.repeated:,} duplicates"] if self.repeated else []
         return [
             f"teacher outputs: {identity.words}",
-            f"  rows    {self.missing:,} to do"
+            f"  rows    {self.missing:,} to compute"
             + (f", of {self.rows:,}: {', '.join(not_missing)}" if not_missing else ""),
             f"  tokens  {self.tokens:,}, {token_bytes:,.0f} bytes each",
             f"  disk    {format_bytes(self.disk_bytes)} in {shards:,} shards, of "
-            f"{format_bytes(self.free_bytes)} that are free",
+            f"{format_bytes(self.free_bytes)} free",
         ]
 
     def as_dict(self) -> dict[str, float | int | str]:
@@ -121,22 +120,23 @@ class StorePlan:
             "free_bytes": self.free_bytes,
         }
 
-    def refuse_if_too_big(self, out: Path) -> None:
-        """Raise DiskFull when the plan does not fit on the disk."""
+    def check_disk_space(self, out: Path) -> None:
+        """Raise DiskFull if the plan does not fit on the disk."""
         if self.disk_bytes + RESERVE_BYTES > self.free_bytes:
             raise DiskFull.expected(
                 "teacher outputs",
                 out,
-                f"{format_bytes(self.disk_bytes)} free and {format_bytes(RESERVE_BYTES)} to spare",
+                f"{format_bytes(self.disk_bytes)} of free disk space and {format_bytes(RESERVE_BYTES)} more",
                 format_bytes(self.free_bytes),
-                hint="--rows does less, --form top_k or sampled needs less a token, --out writes elsewhere",
+                hint="store fewer rows (--rows), fewer bytes per token (--form top_k or sampled), or on another "
+                "disk (--out)",
             )
 
 
 def same_identity(store: Store, identity: Identity) -> Identity:
     """Return `identity` with its empty fields filled in from the store.
 
-    Raises CacheError when a field that is set differs from the store's.
+    Raises CacheError if a field that is not empty differs from the store's.
     """
     stored = dataclasses.asdict(store.identity)
     given = dataclasses.asdict(identity)
@@ -147,7 +147,7 @@ def same_identity(store: Store, identity: Identity) -> Identity:
             store.path,
             ", ".join(f"{name} {given[name]}" for name in differing),
             ", ".join(f"{stored[name]}" for name in differing),
-            hint="a store holds one form of one teacher; give another folder with --out",
+            hint="a store holds one form of one teacher; choose another folder with --out",
         )
     return store.identity
 
@@ -155,7 +155,7 @@ def same_identity(store: Store, identity: Identity) -> Identity:
 def plan_store(
     walk: Walk, identity: Identity, out: Path, rows_per_shard: int, store: Store | None
 ) -> StorePlan:
-    """Count the rows to do. `store` is the existing store in `out`, with the same identity."""
+    """Count the rows to compute. `store` is the existing store in `out`, if any, with the same identity."""
     seen: set[bytes] = set()
     rows = stored = 0
     for batch in walk:
@@ -181,11 +181,11 @@ def _free_bytes(path: Path) -> int:
 
 
 def drop_damaged(store: Store, say: Callable[[str], None], note: Callable[[str], None]) -> bool:
-    """Delete shards that do not verify; return whether there were any. `say` is called with what is
-    being done, `note` with each shard that is refused.
+    """Verify all shards and delete those that fail; return whether any failed. `say` gets a line of
+    progress, `note` a line for each deleted shard.
     """
     if store.shards:
-        say(f"comparing {len(store.shards)} shards that are there")
+        say(f"verifying {len(store.shards)} existing shards")
     bad = set(store.unreadable) | {shard.path for shard in store.verify()}
     for text in store.refusals:
         note(f"{text}; its rows are computed again")
@@ -206,9 +206,9 @@ def fill_store(
 ) -> None:
     """Compute every row of the walk that is not in the store, and write it.
 
-    A GPU computes batch k + 1 while batch k is copied to the host, hashed and written by another thread.
-    `stopped` is asked before each batch whether to end early, with the rows so far in a shard;
-    `progress(rows, seconds)` is called with the number of rows that the teacher has processed.
+    A GPU computes batch k + 1 while another thread copies batch k to the host, hashes and writes it.
+    `stopped()` is called before each batch; if it returns True, the rows so far are written as a shard and
+    the function returns. `progress(rows, seconds)` gets the number of new rows so far.
     """
     pipeline = _RowPipeline(teacher, device, writer)
     begun_s, done, seen = time.monotonic(), 0, set[bytes]()
@@ -238,7 +238,7 @@ def fill_store(
 
 @dataclass(frozen=True, slots=True)
 class _RowPipeline:
-    """The pipeline from a batch of rows to the store."""
+    """Computes the outputs for a batch, and writes its new rows to the store."""
 
     teacher: Teacher
     device: torch.device
@@ -273,7 +273,8 @@ class _RowPipeline:
 
 
 def _to_host(parts: tuple[Tensor, ...]) -> tuple[list[Tensor], torch.cuda.Event | None]:
-    """Start the copies to the host; also return the event that marks their end."""
+    """Start copying to the host. Return the host tensors, and the CUDA event that marks the end of the copies;
+    None on a CPU, where nothing is copied."""
     if parts[0].device.type != "cuda":
         return list(parts), None
     hosts = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in parts]

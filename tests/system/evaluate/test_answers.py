@@ -217,8 +217,8 @@ def test_the_public_formats_are_read_plain_and_gzipped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"test": None}, "the text test"),
-        ({"entry_point": "a b"}, "a name of Python"),
+        ({"test": None}, "test to be a string"),
+        ({"entry_point": "a b"}, "a Python identifier"),
         ({"task_id": "Own/1"}, "Own/1 again"),
     ],
 )
@@ -369,7 +369,9 @@ def test_an_array_of_problems_is_read_as_lines_are(tmp_path: Path) -> None:
     as_lines = read_problems(write_lines(tmp_path / "own.jsonl", lines), "mbpp")
     assert read_problems(path, "mbpp").problems == as_lines.problems
     path.write_text(json.dumps([*lines, {"task_id": 9}]))
-    with pytest.raises(BadInput, match=r"array.json, problem 5 — expected the list of texts"):
+    with pytest.raises(
+        BadInput, match=r"array.json, problem 5 — expected test_list to be a list of strings"
+    ):
         read_problems(path, "mbpp")
     path.write_text(json.dumps(lines)[:-1])
     with pytest.raises(BadInput, match="expected JSON"):
@@ -455,7 +457,7 @@ def test_a_killed_evaluation_goes_on_without_doing_anything_twice(
     )
     assert again[0] == whole[0] and len(again) == 5
     assert report(problems, SETTINGS.samples, again) == report(problems, SETTINGS.samples, whole)
-    with pytest.raises(BadInput, match="those of this evaluation, with benchmark"):
+    with pytest.raises(BadInput, match="results of this evaluation, with benchmark"):
         open_results(path, {"benchmark": "other"})
 
 
@@ -582,7 +584,9 @@ def test_a_problem_that_is_left_out_is_named_in_every_receipt_and_counted_in_non
     assert main([*given, "--against", str(ignorant)]) == 0
     out, err = capsys.readouterr()
     assert "3 are finished" in err
-    assert "left out of the count: Own/0: its reference solution does not pass here: fail" in out
+    assert (
+        "excluded by the self-test: Own/0: its reference solution does not pass here: fail" in out
+    )
     assert (
         "2 of 3 programs, 3 problems" in out
         and "\nwithout" not in out

@@ -208,7 +208,7 @@ def test_a_store_of_something_else_is_not_mixed_with_this(
     raw = bytearray((teacher / "model.safetensors").read_bytes())
     raw[-1] ^= 64
     (teacher / "model.safetensors").write_bytes(raw)
-    with pytest.raises(CacheError, match="the teacher it was made with"):
+    with pytest.raises(CacheError, match="the teacher that the store was made with"):
         plan(f"teacher.path={teacher}")
 
 

@@ -363,7 +363,7 @@ def test_a_full_disk_is_said_and_keeps_what_was_finished(
 
     write(tmp_path / "s", HIDDEN, {})
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(DiskFull, match=r"shard-000001.*room for them"):
+    with pytest.raises(DiskFull, match=r"shard-000001.*free disk space"):
         write(tmp_path / "s", HIDDEN, rows_of(HIDDEN, 7))
     monkeypatch.undo()
     assert not list((tmp_path / "s").glob("*.partial"))
@@ -387,7 +387,7 @@ def test_a_manifest_with_another_byte_is_refused_or_says_the_same(
 
 
 def test_no_store_there_is_said_with_what_makes_one(tmp_path: Path) -> None:
-    with pytest.raises(CacheError, match="nothing there") as caught:
+    with pytest.raises(CacheError, match="no folder") as caught:
         open_store(tmp_path / "none")
     assert "engine prepare" in str(caught.value.hint)
 

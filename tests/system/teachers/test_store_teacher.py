@@ -150,7 +150,7 @@ def test_a_miss_asks_the_teacher_is_counted_and_said_once(
     wanted, _ = train(spec, online(spec))
     assert losses == wanted
     assert teacher.hits == 8 * 4 and teacher.misses == 22 * 4
-    assert len(loaded) == 1 and len(said) == 1 and "is not complete in the store" in said[0]
+    assert len(loaded) == 1 and len(said) == 1 and "lacks a row of a batch" in said[0]
     assert "88 from the teacher" in teacher.summary
 
 
@@ -439,7 +439,7 @@ def test_a_whole_run_trains_on_stored_targets_and_says_what_it_cannot_check(
     view = _run(spec_file, tmp_path / "run", *sets)
     levels = {c.id: (c.level, c.text) for c in view.checks.values()}
     assert levels["teacher_knows_text"][0] == "unknown"
-    assert "no hidden states to ask for" in levels["teacher_knows_text"][1]
+    assert "expected a store of hidden states" in levels["teacher_knows_text"][1]
     assert levels["step_gradients"][0] == "pass", levels["step_gradients"]
     assert not [reason for _, reason in levels.values() if "broke" in reason]
     teacher = view.eval_of("teacher")
@@ -462,7 +462,7 @@ def test_a_store_that_does_not_fit_the_run_is_refused_before_it_starts(
         check(top_k_store, "loss.temperature=1.0")
     with pytest.raises(CacheError, match=r"expected data.seq_len 16, found 32"):
         check(hidden_store, "data.seq_len=16")
-    with pytest.raises(CacheError, match="nothing there"):
+    with pytest.raises(CacheError, match="no folder"):
         check(hidden_store / "none")
     check(hidden_store / "none", "teacher.backend=dequantized")  # not to be read
 

@@ -96,7 +96,7 @@ def test_what_is_wrong_with_the_models_or_the_results_is_said_before_the_self_te
     assert "gone" in capsys.readouterr().err
     open_results(tmp_path / "r.jsonl", {"benchmark": "other"}).close()
     assert eval_() == (65, [])
-    assert "those of this evaluation" in capsys.readouterr().err
+    assert "results of this evaluation" in capsys.readouterr().err
     assert eval_("--results", str(tmp_path / "new.jsonl"))[0] == 0
 
 
@@ -112,7 +112,7 @@ def test_a_prompt_without_room_is_named_with_what_leaves_it_out(
     assert "Own/1 (" in said and "Own/0" not in said and "--without TASK_ID" in said
     assert eval_("--without", "Own/1", data=long)[0] == 0
     printed = capsys.readouterr().out
-    assert "without Own/1" in printed and "1 problems" in printed
+    assert "excluded by --without: Own/1" in printed and "1 problems" in printed
     assert eval_("--without", "Own/1", "--without", "Own/0", data=long)[0] == 64
 
 
@@ -121,10 +121,10 @@ def test_the_longest_prompt_never_leaves_fewer_tokens_than_one(kit: Kit, tmp_pat
     most = model.decoder.config.max_position_embeddings
     (ids,) = model.tokenizer.encode_documents(["def f(x):\n"])
     short = read_problems(written(tmp_path / "a.jsonl", [problem(0)]), "humaneval")
-    assert module.room(model, short, None) == min(512, most - len(ids))
-    assert module.room(model, short, 7) == 7
+    assert module.token_limit(model, short, None) == min(512, most - len(ids))
+    assert module.token_limit(model, short, 7) == 7
     with pytest.raises(BadInput, match=r"Own/0 \("):
-        module.room(model, short, most)
+        module.token_limit(model, short, most)
 
 
 def test_a_report_has_each_program_once_in_the_order_of_the_problems(
@@ -152,7 +152,9 @@ def test_programs_that_had_not_ended_are_counted(
     assert eval_()[0] == 0
     said = capsys.readouterr().out
     assert (
-        printed["cut"] > 0 and f"{printed['cut']} programs were cut" in said and "after 4" in said
+        printed["cut"] > 0
+        and f"{printed['cut']} programs were cut off" in said
+        and "limit of 4" in said
     )
 
 
@@ -174,7 +176,7 @@ def test_a_comparison_says_in_what_it_is_not_of_like_and_refuses_several_program
     assert eval_("--against", other(samples=2)) == (64, [])
     assert "expected samples 1, found 2" in capsys.readouterr().err
     assert eval_("--against", other(samples=1, max_tokens=99))[0] == 0
-    assert "another configuration: max_tokens 4 here, 99 there" in capsys.readouterr().out
+    assert "its evaluation differs: max_tokens 4 here, 99 there" in capsys.readouterr().out
 
 
 def test_one_evaluation_at_a_time_writes_a_file_of_results(tmp_path: Path) -> None:
@@ -266,8 +268,8 @@ def test_the_record_of_a_perplexity_says_what_it_depends_on(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"prompt": 5}, r"line 2 — expected the text prompt, as in humaneval, found 5"),
-        ({"test": None}, r"line 2 — expected the text test, as in humaneval, found null"),
+        ({"prompt": 5}, r"line 2 — expected prompt to be a string, as in humaneval, found 5"),
+        ({"test": None}, r"line 2 — expected test to be a string, as in humaneval, found null"),
         ({"task_id": "Own/0"}, r"line 2 — expected each task_id once, found Own/0 again"),
     ],
 )
@@ -282,8 +284,11 @@ def test_a_bad_problem_is_shown_as_it_is(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"task_id": None}, "expected the number or text task_id, as in mbpp, found null"),
-        ({"task_id": ""}, "expected the number or text task_id"),
+        (
+            {"task_id": None},
+            "expected task_id to be an integer or a string, as in mbpp, found null",
+        ),
+        ({"task_id": ""}, "expected task_id to be an integer or a string"),
         ({"task_id": [1]}, r"found \[1\]"),
         ({"task_id": True}, "found true"),
         ({"test_list": []}, "test_list with at least one test"),
@@ -303,11 +308,11 @@ def test_a_file_of_the_other_benchmark_or_of_another_kind_says_what_to_do(tmp_pa
     path = written(tmp_path / "own.jsonl", [problem(0)])
     with pytest.raises(BadInput) as other:
         read_problems(path, "mbpp")
-    assert other.value.hint == "it looks like one of `engine eval humaneval`"
+    assert other.value.hint == "it looks like a problem of `engine eval humaneval`"
     path.write_bytes(b"PAR1\x15\x04")
     with pytest.raises(BadInput) as kind:
         read_problems(path, "mbpp")
-    assert "a JSON object a line" in (kind.value.hint or "")
+    assert "one JSON object per line" in (kind.value.hint or "")
 
 
 def test_a_lock_is_gone_with_its_writer(tmp_path: Path) -> None:
