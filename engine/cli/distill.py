@@ -297,7 +297,7 @@ def _resume(arguments: argparse.Namespace) -> RunFolder:
     from engine.log.read import BrokenLog
     from engine.plan.inputs import check_inputs
     from engine.spec.environment import sets_from_environment
-    from engine.train.checkpoint.continuing import check_promised, missing_newest
+    from engine.train.checkpoint.continuing import missing_newest, require_logged_checkpoint
 
     if arguments.out or arguments.gpus is not None or arguments.smoke is not None:
         raise UsageError("--gpus, --smoke and --out make a new run; --resume continues one")
@@ -319,7 +319,7 @@ def _resume(arguments: argparse.Namespace) -> RunFolder:
             f"run folder: {folder.path} — expected a run with steps left, found one that completed",
             hint="start a new run with another train.steps",
         )
-    check_promised(folder, follower.view, arguments.allow_restart)
+    require_logged_checkpoint(folder, follower.view, arguments.allow_restart)
     if arguments.detach and (missing := missing_newest(folder, follower.view)):
         # When attached, the log reports it.
         say(f"engine distill: {missing}")

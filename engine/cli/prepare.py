@@ -36,7 +36,7 @@ from engine.terminal import StatusLine, say
 
 if TYPE_CHECKING:
     from engine.spec import RunSpec
-    from engine.train.prepare import Job, Prepared, Wanted
+    from engine.train.prepare import Job, Prepared, PrepareOptions
 
 _PLAIN_EVERY_S = 5.0
 
@@ -107,8 +107,8 @@ def run(arguments: argparse.Namespace) -> int:
     return _report(job, done, stop.exit_code, arguments)
 
 
-def _wanted(arguments: argparse.Namespace, spec: RunSpec) -> Wanted:
-    from engine.train.prepare import Wanted
+def _wanted(arguments: argparse.Namespace, spec: RunSpec) -> PrepareOptions:
+    from engine.train.prepare import PrepareOptions
 
     out = arguments.out or (Path(spec.teacher.cache) if spec.teacher.cache else None)
     if out is None:
@@ -121,7 +121,7 @@ def _wanted(arguments: argparse.Namespace, spec: RunSpec) -> Wanted:
         if given is not None and given < 1:
             raise UsageError(f"--{option}: expected 1 or more, found {given}")
     count = {"hidden": 0, "top_k": arguments.top_k, "sampled": arguments.draws}[arguments.form]
-    return Wanted(out=out.absolute(), form=arguments.form, count=count, rows=rows)
+    return PrepareOptions(out=out.absolute(), form=arguments.form, count=count, rows=rows)
 
 
 class _Progress:

@@ -71,7 +71,7 @@ def own_text(student_folder: Path, prompts: Batch, tokenizer: Tokenizer) -> OwnT
         p_NV = teacher(tokens_BT, documents_BT)[kept].log_softmax(-1)
         total += float((q_NV.exp() * (q_NV - p_NV)).sum())
         count += int(kept.sum())
-    return OwnText(total / count, written.prompts[0], written.texts[0])
+    return OwnText(total / count, written.prompts[0], written.completions[0])
 
 
 def main() -> None:

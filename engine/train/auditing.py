@@ -1,9 +1,9 @@
 """Observe the real steps of a trainer for the audit, and collect what the spec prescribes for them.
 
-Nothing is judged here (`engine.audit.judge`). Hidden states and their gradients are copied when they are computed.
-Models, loss and gradients are judged after the backward pass, while the weights are those that they were computed
-with. Some rows of every weight and moment are copied before and after the update, which is judged once it is logged. So
-the audited step runs the same code as any other.
+`engine.audit.judge` judges the observations. Hidden states and their gradients are copied when they are computed.
+Models, loss and gradients are judged after the backward pass, before the update changes the weights. Some rows of
+every parameter and of its moments are copied before and after the update; the update is judged after the step is
+logged. So the audited step runs the same code as any other step.
 """
 
 # Shapes: B rows, T tokens, N = B*T, D student width, E teacher width, R rows of a parameter
@@ -49,10 +49,10 @@ from engine.verdict import Answer, unknown
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float64: 2.0**-53}
 """Largest relative error of one rounding, by dtype."""
 NARROW = {"tf32": 2.0**-11, "fp8": 2.0**-4}
-"""Largest relative error of one rounding of a matmul's operands, by precision. In fp8 these are e4m3 activations; the
-reference uses the same, already rounded, weights.
+"""Largest relative error of one rounding of a matmul's operands, by precision. For fp8 it is that of e4m3 activations:
+the weights add no error, because the reference uses the same fp8 weights.
 """
-NO_TEACHER = "not compared: transformers runs the teacher, its layers are on several GPUs, or it reads a context"
+NO_TEACHER = "not compared: the teacher is run by transformers, is sharded over several GPUs, or reads teacher.context"
 
 
 def is_due(spec: RunSpec, step: int, *, after: int) -> bool:
@@ -61,7 +61,7 @@ def is_due(spec: RunSpec, step: int, *, after: int) -> bool:
     every = spec.checks.every
     if not spec.checks.enabled:
         return False
-    # The second step is the first one with moments and with the memory state that the first left.
+    # The second step is the first that starts with moments, and that reuses memory of an earlier step.
     early = after + 1 if every < 0 else after + 2
     return step <= early or step == spec.train.steps or (every > 0 and step % every == 0)
 
@@ -85,7 +85,7 @@ class _AuditedStep:
 
 
 class StepAudit(StepObserver):
-    """Observes the audited steps and passes them to the judge."""
+    """Observes the audited steps and passes the observations to the judge."""
 
     def __init__(self, trainer: Trainer, spec: RunSpec, teacher_decoder: Decoder | None) -> None:
         self.trainer, self.spec = trainer, spec
@@ -116,7 +116,7 @@ class StepAudit(StepObserver):
         self._audited = _AuditedStep(step=step, rows=rows, before=self._parameters(rows))
 
     def _parameters(self, rows: Mapping[str, Tensor]) -> dict[str, UpdatedParameter]:
-        """Return a copy of some rows of every parameter of the student and of its moments, as they are now."""
+        """Return copies of the given rows of every parameter of the student and of its moments."""
         copies: dict[str, tuple[Tensor, tuple[Tensor, Tensor] | None]] = {}
         counts: dict[str, Tensor] = {}
         for name, p in self.trainer.student.named_parameters():
@@ -125,7 +125,7 @@ class StepAudit(StepObserver):
                 mean, square = (whole(state[key])[rows_R] for key in ("exp_avg", "exp_avg_sq"))
                 moments, counts[name] = (mean, square), whole(state["step"])
             copies[name] = whole(p.detach())[rows_R], moments
-        # One transfer for all counts: each one waits for the device.
+        # One transfer for all counts, because each transfer waits for the device.
         host_counts = torch.stack(list(counts.values())).tolist() if counts else []
         updates = dict(zip(counts, map(int, host_counts), strict=True))
         return {
@@ -139,7 +139,7 @@ class StepAudit(StepObserver):
         audited = self._audited
         if audited is None:
             return
-        # The rows on the host, so that a wrong copy of them on the device differs from the reference.
+        # Taken from the batch on the host, so that a wrong copy on the device differs from the reference.
         tokens_BT, documents_BT, labels_BT = micro.batch.to_torch(torch.device("cpu"))
         targets = teacher.targets
         observed = ObservedPass(
@@ -149,7 +149,7 @@ class StepAudit(StepObserver):
             student_hidden_ND=student_hidden_BTD.detach()
             .flatten(0, 1)
             .to(self.trainer.dtype, copy=True),
-            teacher_hidden_NE=_as_read(teacher),
+            teacher_hidden_NE=_head_input(teacher),
             targets=None
             if targets is None
             else reference.Targets(ids_NK=targets.ids_NK, log_probs_NK=targets.log_probs_NK),
@@ -171,7 +171,8 @@ class StepAudit(StepObserver):
 
     @torch.no_grad()
     def gradients(self, step: int) -> None:
-        """Judge all stages before the update. With several ranks this is a collective: the first judges all passes."""
+        """Judge all stages before the update. With several ranks this is a collective: the first rank judges the passes
+        of all ranks."""
         if (audited := self._audited) is not None:
             with self.trainer.host.measure(CHECKS):
                 self._judge_models(audited)
@@ -182,7 +183,7 @@ class StepAudit(StepObserver):
         for name, p in trainer.student.named_parameters():
             weights[name] = whole(p.detach())
             if is_shared(p):
-                # Without the audit no rank holds all weights at once.
+                # In host memory, because a GPU need not have space for all weights of a sharded student.
                 weights[name] = weights[name].cpu()
             if p.grad is not None:
                 gradient = whole(p.grad)
@@ -253,7 +254,7 @@ class StepAudit(StepObserver):
             weights = {**dict(student.named_buffers()), **weights}
         student_head, head_name = reference.LOGITS, _head_name(student)
         if head_name:
-            # Has the dtype of the matmul to logits; read for every chunk of the loss.
+            # Cast once to the dtype of the matmul to logits, because every chunk of the loss reads it.
             head = weights[head_name].to(trainer.device, narrow)
 
             def student_head(first: int, count: int) -> Tensor:
@@ -335,7 +336,7 @@ class StepAudit(StepObserver):
     def _objective(self, *, written: bool) -> reference.Objective:
         loss, rollout, has_teacher = self.spec.loss, self.spec.rollout, self.trainer.has_teacher
         return reference.Objective(
-            # Text that a model wrote is no label for cross entropy.
+            # Generated tokens are not labels for cross entropy.
             alpha=0.0 if written else loss.alpha if has_teacher else 1.0,
             temperature=loss.temperature if has_teacher else 1.0,
             divergence=rollout.divergence if written else loss.divergence,
@@ -366,14 +367,14 @@ class StepAudit(StepObserver):
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Return the GPU bytes between the peak of allocated memory and its present size."""
+    """Return the bytes of GPU memory by which the current allocation is below its peak; 0 on a CPU."""
     if device.type != "cuda":
         return 0
     return torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
 
 
 def _head_name(decoder: Decoder) -> str:
-    """Return the tensor that is the decoder's head; empty where its hidden states are logits."""
+    """Return the name of the decoder's head tensor; empty if its hidden states are logits."""
     if not isinstance(decoder, TransformersDecoder):
         return "embed.weight" if decoder.head is None else "head.weight"
     if (weight := decoder.head_weight) is None:
@@ -383,7 +384,7 @@ def _head_name(decoder: Decoder) -> str:
 
 
 def _some_rows(parameter: Tensor, share: float, step: int) -> Tensor:
-    """Return the indices of the compared rows of a parameter: evenly spread, and different in each step."""
+    """Return the indices of the compared rows of a parameter: evenly spaced, and shifted from step to step."""
     count = parameter.shape[0]
     compared = max(1, round(share * count))
     stride = count // compared
@@ -404,8 +405,8 @@ def _size(decoder: Decoder) -> int:
     return sum(math.prod(held(decoder, name).shape) for name in tensor_names(decoder))
 
 
-def _as_read(teacher: TeacherOutput) -> Tensor | None:
-    """Return a copy of the teacher's hidden states as the matmul of its head reads them."""
+def _head_input(teacher: TeacherOutput) -> Tensor | None:
+    """Return a copy of the teacher's hidden states in the form that the matmul of its head reads."""
     if teacher.hidden_NE is None:
         return None
     hidden_NE = teacher.hidden_NE.detach()

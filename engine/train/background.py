@@ -1,5 +1,5 @@
 """Run work in background threads while a run continues: initialising weights, hashing models and files, and reading
-large checkpoints back."""
+large checkpoints back from disk."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _Cancelled(Exception):
 
 
 class _Cancellable(Mapping[str, Tensor]):
-    """Tensors whose reading raises once `stop` is set."""
+    """A mapping of tensors whose lookup raises _Cancelled once `stop` is set."""
 
     def __init__(self, tensors: Mapping[str, Tensor], stop: threading.Event) -> None:
         self._tensors, self._stop = tensors, stop
@@ -72,7 +72,8 @@ class _Cancellable(Mapping[str, Tensor]):
 
 
 class ModelHash:
-    """The sha256 of a model's tensors, which must not change before `result`: 7B weights take a processor 12 s."""
+    """The sha256 of a model's tensors, computed in a thread, because it takes 12 s for 7B weights. The tensors must not
+    change before `result` returns."""
 
     def __init__(
         self,
@@ -80,11 +81,11 @@ class ModelHash:
         ready: Callable[[str], ModelReady],
         log: Log,
     ) -> None:
-        """`tensors` may be a thread that already computes their hash. `ready` makes the event to log from the hash."""
+        """`tensors` may be a thread that already computes their hash. `ready` returns the event to log for a hash."""
         self._stop = threading.Event()
-        # One stream for all tensors: torch hands out 32 in turn, so one for each tensor would sooner or later be the
-        # stream in which a graph is captured. It waits for the work launched so far; a wait during a capture would
-        # invalidate the capture.
+        # One stream for all tensors: torch hands out 32 streams in turn, so with a stream for each tensor one of them
+        # would be the stream in which a CUDA graph is captured. The stream waits here for the work launched so far,
+        # because a wait during a capture would invalidate the capture.
         stream: torch.cuda.Stream | None = None
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -109,7 +110,7 @@ class ModelHash:
         """Wait until the hash is logged, and return it."""
         return self._work.result()
 
-    def give_up(self) -> None:
-        """Stop computing the hash, which is then not logged; for a run that ends early."""
+    def cancel(self) -> None:
+        """Stop computing the hash, without logging it, when a run ends early."""
         self._stop.set()
         self._work.wait()

@@ -1,4 +1,4 @@
-"""Collect the parts of a trainer that the checks of `engine.checks` read; nothing is judged here."""
+"""Collect the state of a trainer that the checks of `engine.checks` read."""
 
 from __future__ import annotations
 

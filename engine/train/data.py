@@ -1,8 +1,8 @@
 """Prepare the data of a run: read the corpus, split it, tokenize it, and take the held-out rows.
 
-A resumed run must see the tokens that it began with, of both splits. The order of rows is a function of the seed and
-the number of rows (`engine.data.batches`), so a position in that order is only valid for the same tokens, and losses
-before and after are only comparable on the same text.
+A resumed run must read the same training and held-out tokens as its first session. The order of rows is a function of
+the seed and the number of rows (`engine.data.batches`), so a position in that order is only valid for the same tokens.
+Losses before and after a resume are only comparable on the same held-out tokens.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class _Progress:
 def prepare_data(spec: RunSpec, inputs: Inputs, seen: DataReady | None, log: Log) -> Data:
     """Read, split and tokenize the corpus, or take its tokens from the cache.
 
-    `seen` is what the first session of a resumed run logged. Raises CorpusError when the tokens differ
-    from it.
+    `seen` is the event that the first session of a resumed run logged. Raises CorpusError when the tokens
+    differ from those of that event.
     """
     data = spec.data
     tokens = inputs.load_tokens(data, _Progress(log, data.corpus))
     if not tokens.is_kept:
         log(Note(level="warning", text=f"tokens: {tokens.note}"))
-    log(Phase(name="taking the rows", detail=tokens.note))
+    log(Phase(name="selecting the held-out rows", detail=tokens.note))
     train, heldout = tokens.train, tokens.heldout
     rows = heldout_rows(heldout, data.seq_len, spec.eval.rows)
     ready = to_events.data(data.corpus, tokens, data.seq_len)
@@ -77,8 +77,8 @@ def prepare_data(spec: RunSpec, inputs: Inputs, seen: DataReady | None, log: Log
         if before != now:
             raise CorpusError(
                 f"corpus: {data.corpus} — expected the {split} tokens this run began with "
-                f"(sha256 {before[:12]}), found others ({now[:12]})",
-                hint="restore the files as they were, or start a new run",
+                f"(sha256 {before[:12]}), found different ones (sha256 {now[:12]})",
+                hint="restore the original files, or start a new run",
             )
     return Data(
         stream=train,

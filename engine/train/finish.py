@@ -42,13 +42,13 @@ def save_student(
 ) -> StudentSaved:
     """Save the student with its tokenizer, atomically, and return the event to log.
 
-    The event's sha256 is that of the tensors in `student.save_as`.
+    The event's sha256 is that of the tensors in the dtype `student.save_as`.
     """
     dtype = torch_dtype(section.save_as)
-    sha256 = Background(partial(tensors_sha256, _Rounded(student, dtype)), "hash of the student")
+    sha256 = Background(partial(tensors_sha256, _Cast(student, dtype)), "hash of the student")
     if folder.student.is_dir():
-        # An earlier session was killed after it saved the student and before it logged that. This session
-        # took the same steps, so its student replaces the earlier one.
+        # An earlier session was killed after it saved the student and before it logged the save. This session
+        # took the same steps, so its student replaces the saved one.
         try:
             shutil.rmtree(folder.student)
         except OSError as error:
@@ -64,8 +64,8 @@ def save_student(
     return StudentSaved(path=str(folder.student), size_bytes=size, sha256=sha256.result())
 
 
-class _Rounded(Mapping[str, Tensor]):
-    """The parameters of a student, each rounded when it is read."""
+class _Cast(Mapping[str, Tensor]):
+    """The parameters of a student, each cast to a dtype when it is read."""
 
     def __init__(self, student: Decoder, dtype: torch.dtype) -> None:
         self._parameters, self._dtype = dict(student.named_parameters()), dtype
@@ -81,7 +81,8 @@ class _Rounded(Mapping[str, Tensor]):
 
 
 def _template_files(folder: RunFolder, template: ChatTemplate) -> list[Path]:
-    """Write the chat template that the student was trained with as Transformers reads it, with its special tokens."""
+    """Write the chat template that the student was trained with, and its special tokens, as files that transformers
+    reads."""
     text = folder.path / TEMPLATE_FILE
     write_whole(
         text,
@@ -106,7 +107,7 @@ class Outcome:
     model_sha256: dict[str, str]
     """Tensor hashes: `teacher`, `student_start`, `student`."""
     heldout_losses: dict[str, float]
-    """Nats per token: `teacher`, `untrained`, and `student`, which is the saved one, read back."""
+    """Nats per token: `teacher`, `untrained` and `student`. The last one is of the saved student, read back."""
     best_step: int | None
     steps: int
     rows: int
@@ -117,7 +118,7 @@ class Outcome:
 def write_receipt(folder: RunFolder, outcome: Outcome) -> ReceiptWritten:
     """Write receipt.json atomically, and return the event to log.
 
-    The facts that identify the run come first, then what was done and measured. Everything except the
+    The facts that identify the run come first, then its results and measurements. Everything except the
     fields of `outcome` is read back from the run folder: logs, settings and files.
     """
     facts = facts_of(folder, view_of(folder))

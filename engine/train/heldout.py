@@ -2,9 +2,9 @@
 
 Every evaluation uses the same rows, so two losses differ only because the models differ. Student,
 untrained student and teacher are all evaluated by the same function. Logits are kept in fp32 whatever the
-dtype of the hidden states: rounding them to bf16 would hide the differences of interest.
+dtype of the hidden states: rounding them to bf16 would hide small differences between models.
 
-The continuation of one fixed held-out prompt (`continued`) illustrates a loss.
+To illustrate the loss, `greedy_continuation` continues one fixed held-out prompt.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def heldout_loss(
     *,
     begun: Callable[[int], None] = lambda number: None,
 ) -> tuple[float, int]:
-    """Return the mean cross entropy in nats over the labelled tokens of `batches`, and their number.
+    """Return the mean cross entropy in nats over the labelled tokens of `batches`, and the number of these tokens.
 
-    `begun` is called with the number of each batch, from 0, before its forward pass is launched;
-    by then the previous batch is done except for its last kernels.
+    `begun` is called with the number of each batch, from 0, before its forward pass is launched. At that time all
+    but the last kernels of the previous batch have finished.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     count = 0
@@ -62,31 +62,31 @@ def heldout_loss(
     return (float(total) / count if count else float("nan")), count
 
 
-PROMPT = 16
+MAX_PROMPT = 16
 """Largest length of a prompt, in tokens."""
 
 
 def prompt_of(heldout: Sequence[Batch]) -> list[int]:
-    """Return the tokens up to a labelled position in the first held-out rows, PROMPT of them if a document has so many;
-    in a conversation they are those before the assistant's text."""
+    """Return a prompt from the first held-out batch: tokens of one document that end at a labelled position. This is
+    the first prompt of MAX_PROMPT tokens, or the longest if there is none of that length."""
     best: list[int] = []
     for batch in heldout[:1]:
         for tokens_T, documents_T, labels_T in zip(
             batch.tokens_BT, batch.documents_BT, batch.labels_BT, strict=True
         ):
-            for position in (labels_T >= 0).nonzero()[0].tolist()[: 4 * PROMPT]:
-                first = max(0, position + 1 - PROMPT)
+            for position in (labels_T >= 0).nonzero()[0].tolist()[: 4 * MAX_PROMPT]:
+                first = max(0, position + 1 - MAX_PROMPT)
                 in_document = documents_T[first : position + 1] == documents_T[position]
                 prompt = tokens_T[first : position + 1][in_document].tolist()
                 if len(prompt) > len(best):
                     best = prompt
-                if len(best) == PROMPT:
+                if len(best) == MAX_PROMPT:
                     return best
     return best
 
 
 @torch.inference_mode()
-def continued(
+def greedy_continuation(
     hidden: Callable[[Tensor, Tensor], Tensor],
     head: Head,
     prompt: Sequence[int],
@@ -94,14 +94,13 @@ def continued(
     device: torch.device,
     autocast: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> list[int]:
-    """Return as many tokens after `prompt` as `guess` has, each the most probable one after the tokens
-    before it.
+    """Return the greedy continuation of `prompt`, with as many tokens as `guess`.
 
-    Passes over the whole row replace every token by the most likely one until none changes: the k-th is right after
-    k passes at the latest, and a text that repeats itself, or a good guess, takes few (Santilli et al., "Accelerating
-    Transformer Inference for Translation via Parallel Decoding", 2023). Draws nothing at random.
+    Jacobi decoding (Santilli et al., "Accelerating Transformer Inference for Translation via Parallel Decoding",
+    2023): each forward pass over the whole row replaces every token of the continuation by the most likely one, until
+    no token changes. The k-th token is final after at most k passes; repetitive text and a good `guess` need fewer.
     """
-    # The guess of another model may contain ids beyond this vocabulary.
+    # A guess that another model generated may contain ids beyond this vocabulary.
     row = [*prompt, *(min(token, head.vocab_size - 1) for token in guess)]
     tokens_BT = torch.tensor([row], device=device)
     documents_BT = torch.zeros_like(tokens_BT)

@@ -1,9 +1,8 @@
 """Compile everything that a run needs before its first step, and log every compilation.
 
-A compilation in the middle of a run costs a step several seconds, or in the worst case much more. So
-every kernel that the models will launch is compiled first (`engine.kernels.prewarm`), and the warm-up
-then ends. A later compilation is logged as late, together with what distinguishes it from the warmed
-ones.
+A compilation in the middle of a run delays a step by several seconds or more. So every kernel that the
+models will launch is compiled during a warm-up (`engine.kernels.prewarm`). A compilation after the warm-up
+is logged as late, together with how it differs from the warmed-up ones.
 
 Every method logs what it compiles.
 """
@@ -31,8 +30,8 @@ from engine.train.to_events import Log
 def build_cudnn_attention(
     decoder: Decoder, whose: str, spec: RunSpec, device: torch.device, log: Log, *, trained: bool
 ) -> bool:
-    """Build the cuDNN graphs of a decoder's packed attention, if cuDNN was chosen, and return whether it is used.
-    Logs a decision where cuDNN declines.
+    """Build the cuDNN graphs of a decoder's packed attention, if cuDNN was chosen, and return whether cuDNN is used.
+    Logs a decision if cuDNN does not support this attention.
     """
     if spec.kernels.attention != "cudnn" or not decoder.packed:
         return False
@@ -47,14 +46,14 @@ def build_cudnn_attention(
 
 
 class Compiles:
-    """The compilations of one session, from its beginning."""
+    """Compiles the kernels of one session and logs its compilations."""
 
     def __init__(self) -> None:
         self.late: list[str] = []
         """Keys of the compilations after warm-up, each of which delayed a step."""
 
     def warm_up(self, decoder: Decoder, device: torch.device, log: Log) -> None:
-        """Compile every kernel of ours that `decoder` launches."""
+        """Compile every Triton kernel of the engine that `decoder` launches."""
         if device.type != "cuda":
             return
         from engine.kernels.dequantize import has_triton
@@ -80,7 +79,7 @@ class Compiles:
         from engine.kernels.prewarm import prewarm_variants, types_of, warm_up
 
         log(Phase(name="compiling the kernels of the student's layers"))
-        # The frozen base of adapters may be in blocks or in fp8.
+        # The frozen base of adapters may be in quantised blocks or in fp8.
         base = [*prewarm_variants(types_of(decoder), [dtype]), *fp8.kernels_of(decoder)]
         warm_up([*kernels_of(decoder, dtype, frozen=False), *base])
         self.log_new(log)
@@ -92,7 +91,7 @@ class Compiles:
 
         spec, vocabulary = plan.spec, plan.inputs.student.vocab_size
         has_teacher, temperature = spec.taught, spec.loss.temperature
-        log(Phase(name="compiling the loss", detail=f"for {vocabulary} ids"))
+        log(Phase(name="compiling the loss", detail=f"for a vocabulary of {vocabulary}"))
         # The checks of the loss use fp32, whatever the dtype of the matmuls.
         dtypes = (torch_dtype(spec.student.precision), torch.float32)
         variants = dense_loss.variants(
@@ -139,7 +138,7 @@ class Compiles:
                 self.late.append(record.key)
 
     def counts(self, step: int, log: Log) -> None:
-        """Log the cache hits and misses so far; nothing when no kernel was requested."""
+        """Log the cache hits and misses so far, unless no kernel was requested."""
         by_kernel: dict[str, tuple[int, int]] = {}
         disk_hits = 0
         if (registry := _registry()) is not None:
@@ -159,7 +158,7 @@ class Compiles:
 
 
 def _registry() -> Any:
-    """Return the registry of our Triton kernels, or None: a run that uses none needs no Triton."""
+    """Return the registry of the engine's Triton kernels; None if none was imported, so that Triton is not imported."""
     module = sys.modules.get("engine.kernels.registry")
     return None if module is None else module.REGISTRY
 

@@ -2,9 +2,10 @@
 
     fetch, forward, loss, backward, update -> log -> check -> evaluate -> save -> stop, and again
 
-A session is the part of a run that one process trains: from a fresh student or a checkpoint to the last
-step, to train.stop_after, or to a request to stop. When nothing needs the state of the run as a step left
-it, the next step is launched before the numbers of this one are read, so that the device never waits.
+A session is the part of a run that one process trains. It begins with a fresh student or a checkpoint, and ends
+at the last step, at train.stop_after, or with a request to stop. Unless an evaluation, a check or a checkpoint needs
+the weights after a step, the next step is launched before the numbers of this one are read, so that the device never
+waits.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from engine.train.checking import context_of
 from engine.train.checkpoint.continuing import past_checks
 from engine.train.checkpoint.keeper import Keeper
 from engine.train.data import Data
-from engine.train.heldout import continued, heldout_loss, prompt_of
+from engine.train.heldout import greedy_continuation, heldout_loss, prompt_of
 from engine.train.kernel_warm_up import Compiles
 from engine.train.non_finite import non_finite, stop_for_weights, stop_unless_finite
 from engine.train.ranks.sharding import whole_student
@@ -64,9 +65,9 @@ from engine.train.trained_rows import TrainedRows
 from engine.train.trainer import Trainer
 
 MEMORY_SETTLED_AFTER = 3
-"""Number of steps after which the allocator has seen every phase of a step."""
+"""Number of steps after which the allocator has served every phase of a step."""
 READ_IN_BACKGROUND_BYTES = 1 << 30
-"""Minimum size of a checkpoint that is read back in a background thread, in bytes: reading it takes a second."""
+"""Minimum size of a checkpoint that is read back in a background thread, in bytes; reading it takes about a second."""
 PROGRESS_EVERY_S = 10.0
 """Interval between progress lines of an evaluation, in seconds."""
 SUBJECTS = {
@@ -74,7 +75,7 @@ SUBJECTS = {
     "untrained": "the student, not yet trained",
     "student": "the student",
 }
-"""Name in progress lines of each subject of an evaluation."""
+"""Name of each subject of an evaluation in progress lines."""
 
 
 class _FollowUp(NamedTuple):
@@ -109,8 +110,8 @@ class _Session(NamedTuple):
 class TrainingLoop:
     """The training loop, part of the composition root.
 
-    It writes every step, evaluation, check and checkpoint to the log as it happens. It holds the log
-    itself, because the result of a step decides what comes next.
+    It logs every step, evaluation, check and checkpoint as it happens. It holds the log itself, because the
+    result of a step decides what follows.
     """
 
     def __init__(
@@ -137,17 +138,17 @@ class TrainingLoop:
         self._continued: list[int] = []
         """Continuation of the prompt in the last evaluation: the guess for the next one."""
         self._reading: Background[list[Result]] | None = None
-        """Check of the newest checkpoint, read back from disk."""
+        """Thread that reads the newest checkpoint back from disk and checks it; None if its results were logged."""
         self.after_first_step: Callable[[], None] | None = None
         """Work of the start of the session that is deferred until after its first step."""
 
     def check(self, trainer: Trainer) -> None:
-        """Run the first-minute checks: all of them, before a failure stops the run."""
+        """Run all first-minute checks, and then stop the run if one of them failed."""
         self.log(Phase(name="checking"))
-        # Until its student is sharded, the trainer knows one rank, so the ranks are passed separately.
+        # Until its student is sharded, the trainer has a single rank, so the ranks are passed separately.
         self._act_on(self.checks.before_training(self._context(trainer)), self.keeper.ranks)
 
-    def check_with(self, trainer: Trainer) -> None:
+    def replace_checked_trainer(self, trainer: Trainer) -> None:
         """Make the checks after each step use `trainer`, which replaces the first trainer once the student is
         sharded."""
         self.checks.use(self._context(trainer))
@@ -161,8 +162,8 @@ class TrainingLoop:
         *,
         saved: bool = False,
     ) -> None:
-        """Evaluate `subject` and log its held-out loss; `saved` is whether it was read back from its files. Raises
-        TrainingFailed when the loss is not finite."""
+        """Evaluate `subject` and log its held-out loss; `saved` is whether the model was read back from its files.
+        Raises TrainingFailed when the loss is not finite."""
         begun_s = time.perf_counter()
         report = self._progress("the saved student" if saved else SUBJECTS[subject])
         heldout, device, autocast = self.data.heldout, trainer.device, trainer.autocast
@@ -205,14 +206,16 @@ class TrainingLoop:
     def _sample(
         self, hidden: Callable[[Tensor, Tensor], Tensor], head: Head, trainer: Trainer
     ) -> tuple[str, str]:
-        """Return a prompt of the held-out text and the model's continuation; empty strings without one."""
+        """Return a prompt of the held-out text and the model's continuation; empty strings if no sample is wanted."""
         count, prompt = self.spec.eval.sample_tokens, prompt_of(self.data.heldout)
         tokenizer = next((t for t in self.inputs.tokenizers.values() if t is not None), None)
         stored = isinstance(getattr(hidden, "__self__", None), CachedTeacher)
         if not count or tokenizer is None or not prompt or stored:
             return "", ""
         guess = self._continued or [prompt[-1]] * count
-        self._continued = continued(hidden, head, prompt, guess, trainer.device, trainer.autocast)
+        self._continued = greedy_continuation(
+            hidden, head, prompt, guess, trainer.device, trainer.autocast
+        )
         return tokenizer.decode(prompt), tokenizer.decode(self._continued)
 
     def check_saved(self, saved: Artefact, student: Decoder) -> None:
@@ -225,7 +228,7 @@ class TrainingLoop:
         session, host = self._begin(trainer), trainer.host
         launched: LaunchedStep | None = None
         rank_stops = False
-        """Whether the numbers of an earlier step report that a rank was asked to stop."""
+        """Whether the numbers of an earlier step report a request to stop on any rank."""
         host.take()
         while launched is not None or trainer.step < self.spec.train.steps:
             # Fetch, forward, loss, backward, update.
@@ -257,8 +260,8 @@ class TrainingLoop:
             if follow_up.evaluate and not follow_up.last:
                 self.log(Phase(name=TRAINING))
 
-            # Stop. Some ranks may already have launched the next step, but all have read this step's numbers
-            # before they launch the step after it. So a request to stop takes effect after the next step.
+            # Stop. Some ranks may have launched the next step already, but no rank launches the step after that
+            # before it has read this step's numbers. So all ranks stop after the next step.
             asked = rank_stops if trainer.ranks.many else ahead is None and self.stop.reason
             if asked and not follow_up.last:
                 return self._stop_as_asked(trainer)
@@ -355,7 +358,7 @@ class TrainingLoop:
         )
 
     def _memory(self, trainer: Trainer) -> Memory:
-        measured, source = to_events.peak_of(trainer)
+        measured, source = to_events.allocator_peak(trainer)
         return Memory(
             predicted_bytes=self.budget.total_bytes,
             measured_bytes=measured,
@@ -366,7 +369,7 @@ class TrainingLoop:
     def _act_on(self, results: Iterator[Result], ranks: Ranks | None = None) -> None:
         """Log the results of checks, and then raise TrainingFailed if one of them ends the run.
 
-        With `ranks` this is a collective: a failure on any of them is logged by the first, and ends all.
+        With `ranks` this is a collective: a failure on any rank is logged by the first rank and ends all ranks.
         """
         failures = []
         for result in results:
@@ -387,16 +390,16 @@ class TrainingLoop:
             )
 
     def _how_to_continue(self, failed: Result) -> str:
-        """Return a hint how to continue past a failed check, and at what risk: the owner of the run decides."""
+        """Return a hint that says how to continue past a failed check, and at what risk. The user decides."""
         if not any(published(self.keeper.folder.checkpoints)):
-            return "checks.on_fail=report would go on past it"
+            return "With checks.on_fail=report the run continues past it."
         return (
-            f"If the check is wrong: `{past_checks(self.keeper.folder)}` goes on, and only reports what "
-            f"fails. The risk: {failed.about.means} Every checkpoint so far stays as it is."
+            f"If the check is wrong: `{past_checks(self.keeper.folder)}` continues the run and only reports "
+            f"failed checks. The risk: {failed.about.means} All existing checkpoints are kept."
         )
 
     def _save(self, trainer: Trainer) -> None:
-        """Save a checkpoint of this step, unless there is one, and begin to read it back."""
+        """Save a checkpoint of this step, unless it exists, and begin to read it back."""
         if self.keeper.saved_step == self.step:
             return
         self.end_reading(trainer)
@@ -414,8 +417,8 @@ class TrainingLoop:
             self.end_reading(trainer)
 
     def end_reading(self, trainer: Trainer) -> None:
-        """Wait until the newest checkpoint is read back, and delete those that are no longer kept. Raises
-        TrainingFailed when it cannot be resumed from."""
+        """Wait until the newest checkpoint is read back, and then delete those that are no longer kept. Raises
+        TrainingFailed when the newest one cannot be resumed from."""
         if self._reading is None:
             return
         reading, self._reading = self._reading, None
@@ -449,7 +452,7 @@ class TrainingLoop:
 
 
 def log_step(log: Log, step: StepDone, temperature: float) -> None:
-    """Log a step; before it, as lines of their own, its non-finite numbers and broken invariants."""
+    """Log a step's non-finite numbers and broken invariants, one line each, and then the step."""
     for event in non_finite(step):
         log(event)
     for text in broken_invariants(step, temperature):

@@ -1,7 +1,7 @@
-"""Log NaN and infinite numbers of a run, and end the run where they make it worthless.
+"""Log NaN and infinite numbers of a run, and end a run that they make useless.
 
 A step whose loss or gradient is not finite changes no weight (`engine.train.optimizer`), and ends the run unless
-train.on_non_finite is skip. Weights that already give NaN are never saved.
+train.on_non_finite is skip. Weights with which a loss or norm is not finite are never saved.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _non_finite_event(step: int, name: str, value: str) -> Judged:
 
 
 def stop_unless_finite(step: StepDone) -> None:
-    """Raise TrainingFailed for a step that changed no weight because a number of it is not finite."""
+    """Raise TrainingFailed for a step that changed no weight because its loss or gradient is not finite."""
     if step.updated:
         return
     names = ", ".join(f"{event.id} is {event.text}" for event in non_finite(step))
@@ -39,7 +39,7 @@ def stop_unless_finite(step: StepDone) -> None:
 
 
 def stop_for_weights(log: Log, step: int, name: str, value: float) -> NoReturn:
-    """End a run whose weights give NaN or infinity, before a checkpoint is written from them."""
+    """End a run in which `name` is not finite because of the weights, before a checkpoint of them is written."""
     shown = name_of_non_finite(value)
     log(_non_finite_event(step, name, shown))
     raise TrainingFailed(

@@ -1,17 +1,17 @@
-"""AdamW with gradient clipping, and an update that is skipped on the device when a number is not finite.
+"""AdamW with gradient clipping, and an update that the device skips if the loss or the gradients are not finite.
 
-A fused AdamW reads two tensors on the device. They were made for loss scaling and are used here for
-clipping and skipping:
+torch's fused AdamW reads two tensors on the device, which torch's gradient scaler uses for loss scaling. Here they
+clip gradients and skip updates:
 
     grad_scale     gradients are divided by it in the optimizer's own pass over them. With
                    max(1, norm / clip_norm) this clips without another pass over memory
     found_inf      1 leaves weights, moments and the step count unchanged
 
-So the host need not know whether a step is finite before it launches the next one.
+So the host can launch the next step before it knows whether this one is finite.
 
-    torch    the oracle, on any device: torch's fused AdamW and its norm
-    fused    on one GPU: our kernels (`engine.kernels.adamw`), which read and write each number once. The
-             embedding part of a tied weight's gradient is added in place to the head's (`EmbeddingRows`)
+    torch    the reference, on any device: torch's fused AdamW and its norm
+    fused    on one GPU: the kernels of `engine.kernels.adamw`, which read and write each number once. The
+             gradient of a tied embedding is added in place to that of the head (`EmbeddingRows`)
 
 Both keep the same state under the same names, so a run may be resumed with either.
 """
@@ -58,10 +58,10 @@ def _unwrapped(owner: type[torch.optim.Optimizer], name: str) -> Any:
     return inspect.unwrap(getattr(owner, name))
 
 
-class Uncompiled(torch.optim.Optimizer):
+class UnwrappedOptimizer(torch.optim.Optimizer):
     """torch's optimizer without the wrappers that exclude its methods from torch.compile.
 
-    Those wrappers import torch's compiler, which takes more than a second. Nothing here is compiled by it.
+    The wrappers import torch's compiler, which takes more than a second. The engine never compiles an optimizer.
     """
 
     add_param_group = _unwrapped(torch.optim.Optimizer, "add_param_group")
@@ -70,14 +70,14 @@ class Uncompiled(torch.optim.Optimizer):
     load_state_dict = _unwrapped(torch.optim.Optimizer, "load_state_dict")
 
 
-class AdamW(Uncompiled, torch.optim.AdamW):
-    """torch's AdamW without the wrappers of `Uncompiled`."""
+class AdamW(UnwrappedOptimizer, torch.optim.AdamW):
+    """torch's AdamW without the wrappers of `UnwrappedOptimizer`."""
 
     step = torch.no_grad()(_unwrapped(torch.optim.AdamW, "step"))
 
 
 class FusedAdamW(AdamW):
-    """AdamW with torch's state, updated by our kernel."""
+    """AdamW with torch's state, updated by the kernel of `engine.kernels.adamw`."""
 
     grad_scale: Tensor | None
     found_inf: Tensor
@@ -141,10 +141,10 @@ def update_if_finite(
 class EmbeddingRows:
     """The embedding rows of a batch as a leaf tensor, for a student whose embedding is also its head.
 
-    Such a tied weight has two gradients: the head's, which is dense, and the embedding's, which touches
-    some thousand rows. autograd would expand the second to full size with zeros and add the two. Here the
-    looked-up rows are a leaf of their own, and after the backward pass their gradient is added in place
-    to the head's.
+    A tied weight has two gradients: that of the head, which is dense, and that of the embedding, which has only
+    some thousand rows. autograd would expand the embedding's gradient to full size with zeros and add the two. Here
+    the looked-up rows are a separate leaf, and after the backward pass their gradient is added in place to the
+    gradient of the head.
     """
 
     def __init__(self, student: Decoder, tokens_BT: Tensor) -> None:

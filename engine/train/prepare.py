@@ -1,12 +1,12 @@
 """`engine prepare`: run a teacher once over the rows of a run and store its outputs.
 
-    spec -> rows -> plan (refused here, if it does not fit) -> teacher -> rows in shards
+    spec -> rows -> plan (refused if it does not fit) -> teacher -> rows in shards
 
-The teacher is the run's: same file, backend, precision and truncation of the vocabulary, and it runs on
-the same batches. So what a run reads back is bit for bit what it would have computed. This module finds
-and loads that teacher; `engine.teachers.store.write` counts the missing rows and stores them.
+The teacher has the same file, backend, precision and truncated vocabulary as in the run, and runs on the same
+batches. So the outputs that a run reads are bit for bit those that it would have computed. This module chooses
+and loads the teacher; `engine.teachers.store.write` counts the missing rows and stores them.
 
-The rows to compute and the disk space they need are known, and checked, before the teacher is loaded.
+The number of rows to compute and the free disk space are checked before the teacher is loaded.
 """
 
 from __future__ import annotations
@@ -75,15 +75,15 @@ from engine.version import VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """The command line of `engine prepare`."""
+class PrepareOptions:
+    """Options of the command line of `engine prepare`."""
 
     out: Path
     form: str = HIDDEN
     count: int = 0
     """Number of stored tokens per position: K of top_k, m of sampled."""
     rows: int | None = None
-    """Number of training rows, from the first of the run; None for all that the run will train on."""
+    """Number of training rows, from the run's first row; None for all rows that the run will train on."""
     shard_bytes: int = SHARD_BYTES
 
 
@@ -92,26 +92,31 @@ class Job:
     """A checked and planned command of `engine prepare`."""
 
     spec: RunSpec
-    wanted: Wanted
+    wanted: PrepareOptions
     inputs: Inputs
     heldout: list[Batch]
-    """The rows on which a run evaluates."""
+    """The rows on which a run is evaluated."""
     walk: Walk
     precision: Decision
     """The precision of the teacher."""
     plan: StorePlan
 
 
-def plan_job(spec: RunSpec, wanted: Wanted) -> Job:
-    """Check and plan the command, and write nothing. Raises BadInput when it cannot be carried out."""
+def plan_job(spec: RunSpec, wanted: PrepareOptions) -> Job:
+    """Check and plan the command without writing anything. Raises BadInput when it cannot be run."""
     if not spec.has_teacher:
-        raise BadInput("teacher.path: expected a teacher to ask, found none")
+        raise BadInput(
+            "teacher.path: expected a teacher whose outputs are to be stored, found none"
+        )
     if spec.teacher.context:
         raise BadInput.expected(
-            "teacher.context", "a text", "none for stored outputs", "a teacher in context"
+            "teacher.context",
+            "set in the spec",
+            "no context, because stored outputs are those of a teacher without context",
+            "a context",
         )
     inputs = check_inputs(spec)
-    data = prepare_data(spec, inputs, None, to_events.nowhere)
+    data = prepare_data(spec, inputs, None, to_events.discard)
     batches = batches_of(spec, data.stream)
     walk = Walk(
         batches=batches,
@@ -144,7 +149,7 @@ def _precision(spec: RunSpec) -> Decision:
     return choose_teacher_precision(spec.teacher.precision, device=device, capability=capability)
 
 
-def _identity(spec: RunSpec, wanted: Wanted, inputs: Inputs, precision: str) -> Identity:
+def _identity(spec: RunSpec, wanted: PrepareOptions, inputs: Inputs, precision: str) -> Identity:
     assert inputs.teacher is not None
     vocabulary, sparse = inputs.student.vocab_size, wanted.form != HIDDEN
     if sparse and not 0 < wanted.count <= vocabulary:
@@ -170,7 +175,7 @@ def _identity(spec: RunSpec, wanted: Wanted, inputs: Inputs, precision: str) -> 
 LOG = "prepare.jsonl"
 """Name of the log in the folder of the store."""
 WEIGHTS_SHARE = 0.8
-"""Largest share of the available memory for the teacher's weights; the rest is for a forward pass."""
+"""Largest share of the available memory for the teacher's weights, 0 to 1; the rest is for a forward pass."""
 
 Say = Callable[[str], None]
 
@@ -185,17 +190,17 @@ class Prepared:
     seconds: float
     """Seconds from the first batch to the last row on disk."""
     stopped: str | None
-    """The reason of a stop before the end; None when every row is stored."""
+    """Reason for stopping early; None when every row is stored."""
 
 
 def prepare(
     job: Job, *, stop: StopRequest, say: Say, progress: Callable[[int, float], None]
 ) -> Prepared:
-    """Carry out a plan.
+    """Run a planned command.
 
     `say` is called with each line of text for the user, `progress(rows, seconds)` with the number of rows
-    that the teacher has processed. Raises DiskFull before anything is written, or when the disk fills up;
-    CacheError for a store that another process is writing, or that belongs to another teacher;
+    that the teacher has processed. Raises DiskFull if the disk is too small, before anything is written, or
+    when it fills up; CacheError if another process is writing the store, or if it belongs to another teacher;
     TrainingFailed when memory runs out.
     """
     job.plan.check_disk_space(job.wanted.out)
@@ -204,8 +209,8 @@ def prepare(
     except torch.OutOfMemoryError as error:
         raise TrainingFailed(
             f"memory: the device's allocator refused: {error}",
-            hint="train.rows=1 asks for less at once, teacher.backend=quantized holds less; finished "
-            "shards are kept",
+            hint="train.rows=1 needs less memory for a batch, teacher.backend=quantized less for the weights; "
+            "finished shards are kept",
         ) from error
 
 
@@ -250,7 +255,8 @@ def _prepare(
 def _open_or_create_store(
     job: Job, built: BuiltTeacher, identity: Identity, device: torch.device, say: Say
 ) -> Store:
-    """Open the store, if it is this teacher's, or create it with measurements of the teacher."""
+    """Open the store if it exists, or create it with measurements of the teacher. Raises CacheError for another
+    teacher's store."""
     out = job.wanted.out
     if (out / MANIFEST).exists():
         store = open_store(out)
@@ -286,7 +292,7 @@ def _load_teacher(
         precision=precision,
     )
     if job.plan.identity.backend and spec.teacher.backend in ("auto", "cached"):
-        why = "the store was begun with it"
+        why = "the rows already in the store were computed with it"
         choice = dataclasses.replace(choice, reason=why, overridden=False)
     log(choice)
     backend = choice.choice
@@ -298,7 +304,7 @@ def _load_teacher(
             compute.device,
             f"a teacher of at most {format_bytes(max_bytes)}",
             format_bytes(needed),
-            hint="teacher.precision=bf16 needs half of fp32, and blocks need less again",
+            hint="teacher.precision=bf16 needs half the memory of fp32, and quantised blocks need less still",
         )
     choose_layer_execution(facts)
     teacher = facts.spec.teacher
@@ -323,7 +329,7 @@ def _load_teacher(
         raise BadInput.expected(
             "teacher outputs",
             spec.teacher.path,
-            "top_k or sampled: the model's own logits are not a head's of its hidden states",
+            "top_k or sampled, because this model's logits are not its hidden states times a head",
             HIDDEN,
         )
     sha256 = tensors_sha256(Tensors(decoder))

@@ -1,8 +1,8 @@
-"""A few numbers of real steps, recorded for a replay of the run to be compared with (`engine.verify`).
+"""Record a few numbers of a run's steps, so that a replay of the run can be compared with it (`engine.verify`).
 
-They follow a step from stage to stage: hidden states of both models at one token, then of one tensor the gradient
-before the update, and the moments and the weights after it. Micro-batch, token and tensor are drawn by the seed and
-the step, so a replay records the same ones. Nothing is judged.
+The numbers come from each stage of a step: hidden states of both models at one token, the gradient of one parameter
+before the update, and that parameter's moments and weights after the update. Micro-batch, token and parameter are
+drawn with the seed and the step, so a replay records the same elements. This module compares nothing.
 """
 
 # Shapes: B rows, T tokens, N = B*T, D student width
@@ -25,11 +25,11 @@ from engine.train.step import MicroBatch, StepObserver, TeacherOutput
 from engine.train.trainer import Trainer
 
 FIRST_STEPS = 32
-"""Number of steps at the start of a session that are all recorded."""
+"""Number of steps at the start of a session, each of which is recorded."""
 EVERY_S = 1.0
 """Minimum interval between later recorded steps, in seconds."""
 NUMBERS = 4
-"""Number of consecutive elements recorded of each vector."""
+"""Number of consecutive elements recorded from each tensor."""
 
 
 @dataclass(slots=True)
@@ -43,15 +43,16 @@ class _Step:
     first: int = 0
     """Index of the first recorded element of the tensor."""
     micro_batches: int = 0
-    """Number of micro-batches so far."""
-    parts: dict[str, Tensor] = field(default_factory=dict)
+    """Number of the step's micro-batches so far."""
+    elements: dict[str, Tensor] = field(default_factory=dict)
+    """Recorded elements by stage: `teacher`, `student`, `gradient`, `mean`, `square`, `weight`."""
     on_host: Tensor | None = None
-    """The parts one after the other, once `copied` has passed."""
+    """Concatenation of `elements` on the CPU, complete once the event `copied` is done."""
     copied: torch.cuda.Event | None = None
 
 
 class Recorder(StepObserver):
-    """Records steps on the first rank; of a sharded student, that rank's shard."""
+    """Records steps on the first rank; if the student is sharded, elements of that rank's shard."""
 
     def __init__(
         self, trainer: Trainer, spec: RunSpec, clock: Callable[[], float] = time.monotonic
@@ -93,9 +94,9 @@ class Recorder(StepObserver):
             log_probs = teacher.targets.log_probs_NK
             teacher_output = teacher.targets.ids_NK if log_probs is None else log_probs
         if teacher_output is not None:
-            now.parts["teacher"] = _copy(teacher_output[now.token, :NUMBERS])
+            now.elements["teacher"] = _copy(teacher_output[now.token, :NUMBERS])
         hidden_ND = student_hidden_BTD.flatten(0, 1)
-        now.parts["student"] = _copy(hidden_ND[now.token, :NUMBERS])
+        now.elements["student"] = _copy(hidden_ND[now.token, :NUMBERS])
 
     @torch.no_grad()
     def gradients(self, step: int) -> None:
@@ -107,7 +108,7 @@ class Recorder(StepObserver):
         size = own_part(parameter).numel()
         now.first = self._draw(step, "number") % max(1, size - NUMBERS + 1)
         if parameter.grad is not None:
-            now.parts["gradient"] = self._elements(parameter.grad)
+            now.elements["gradient"] = self._elements(parameter.grad)
 
     @torch.no_grad()
     def updated(self, step: int) -> None:
@@ -117,9 +118,9 @@ class Recorder(StepObserver):
         state = self._trainer.optimizer.state.get(parameter, {})
         for part, key in (("mean", "exp_avg"), ("square", "exp_avg_sq")):
             if key in state:
-                now.parts[part] = self._elements(state[key])
-        now.parts["weight"] = self._elements(parameter.detach())
-        now.on_host = torch.cat(list(now.parts.values())).to("cpu", non_blocking=True)
+                now.elements[part] = self._elements(state[key])
+        now.elements["weight"] = self._elements(parameter.detach())
+        now.on_host = torch.cat(list(now.elements.values())).to("cpu", non_blocking=True)
         if self._trainer.device.type == "cuda":
             now.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             now.copied.record()
@@ -135,10 +136,10 @@ class Recorder(StepObserver):
             return
         if recorded.copied is not None:
             recorded.copied.synchronize()
-        sizes = [len(part) for part in recorded.parts.values()]
+        sizes = [len(part) for part in recorded.elements.values()]
         split = torch.split(recorded.on_host, sizes)
         numbers: dict[str, Any] = {
-            name: part.tolist() for name, part in zip(recorded.parts, split, strict=True)
+            name: part.tolist() for name, part in zip(recorded.elements, split, strict=True)
         }
         yield Recorded(
             step=step,

@@ -1,11 +1,11 @@
-"""Write rows of a step with a model: on-policy distillation (Agarwal et al. 2023, arXiv 2306.13649).
+"""Generate training rows with a model: on-policy distillation (Agarwal et al. 2023, arXiv 2306.13649).
 
-    corpus row -> prompt -> the model goes on -> a row of prompt and text, with labels on the text alone
+    corpus row -> prompt -> completion by the model -> a row of prompt and completion, labels on the completion only
 
-The rows of a micro-batch are all read from the corpus or all written; `is_written` spreads the written micro-batches
+A micro-batch has either corpus rows only or generated rows only; `is_written` spreads the generated micro-batches
 evenly over a run. A prompt is the part of a corpus row before a turn of the assistant, or the first tokens of a
-document. What is written is a function of weights, seed, step and row, so a run that resumes writes the same (on a CPU
-to the bit).
+document. Completions depend only on the weights, the seed, the step and the row, so a resumed run generates the same
+ones (bit for bit on a CPU).
 """
 
 from __future__ import annotations
@@ -31,34 +31,36 @@ from engine.spec import RolloutSection
 # Shapes: B rows, T tokens of a row
 
 PADDING = 1
-"""Document number of the padding after a written row; the row's own document is 0."""
+"""Document number of the padding after a generated row, whose prompt and completion are document 0."""
 
 
 RowKey = tuple[int, int, int]
-"""Step, number of the micro-batch among those of the step that a model wrote, and row of it over all ranks; both from
-0."""
+"""Key of a generated row: the step, the index of its micro-batch among the step's generated micro-batches, and the
+index of the row in that micro-batch, counted over all ranks. Both indices start at 0."""
 
 
 class Written(NamedTuple):
-    """The rows of one micro-batch that a model wrote."""
+    """The rows of one generated micro-batch."""
 
     prompts: list[list[int]]
-    texts: list[list[int]]
-    """The written tokens of each row, the end of text included."""
+    completions: list[list[int]]
+    """The generated tokens of each row, including the end token."""
     ended: list[bool]
-    """Whether the text ends by itself and not by its length."""
+    """Whether each completion ends with an end token, and not at the length limit."""
     log_p: list[float]
-    """Sum of the log-probabilities of each row's tokens, as they were drawn, in nats."""
+    """Sum of the log-probabilities with which each completion's tokens were sampled, in nats."""
 
 
 def is_written(share: float, index: int) -> bool:
-    """Return whether a model writes the rows of micro-batch `index` of a run, from 0."""
+    """Return whether the rows of a run's micro-batch `index`, from 0, are generated."""
     return math.floor((index + 1) * share) > math.floor(index * share)
 
 
 def prompt_of(batch: Batch, row: int, max_tokens: int, key: int) -> list[int]:
-    """Return the prompt of a corpus row: in its longest labelled document, the tokens before a turn of the assistant
-    (one of them, chosen by `key`), or at most `max_tokens` tokens of a text.
+    """Return the prompt of a corpus row, from the document that has most of the row's labels.
+
+    In a conversation, the prompt is all tokens before one of the assistant's turns, which `key` selects. In plain
+    text, it is the beginning of the document: at most half of it, and at most `max_tokens` tokens.
     """
     tokens_T, documents_T = batch.tokens_BT[row], batch.documents_BT[row]
     labelled_T = batch.labels_BT[row] != IGNORED
@@ -71,7 +73,8 @@ def prompt_of(batch: Batch, row: int, max_tokens: int, key: int) -> list[int]:
         for position in range(first, end)
         if labelled_T[position] and (position == first or not labelled_T[position - 1])
     ]
-    # A row may begin within a turn, which then has no prompt, or end with a prompt, after which no token fits.
+    # Turns that cannot be generated: one whose beginning is in an earlier row has no prompt, and after a prompt that
+    # fills the row no token fits.
     turns = [position for position in begins if first < position < len(tokens_T) - 1]
     last = first + max(1, min(max_tokens, (end - first) // 2))
     if turns:
@@ -80,17 +83,17 @@ def prompt_of(batch: Batch, row: int, max_tokens: int, key: int) -> list[int]:
 
 
 class Turns(NamedTuple):
-    """The turns of the assistant in a corpus."""
+    """Statistics of the assistant's turns in a corpus."""
 
     end: int
-    """The token that ends most of them."""
+    """The token that ends more than half of the turns."""
     tokens: float
-    """Median length in tokens, the end included."""
+    """Median length of a turn in tokens, including the end token."""
 
 
 def turns_of(batches: Sequence[Batch]) -> Turns | None:
-    """Return the common end and the length of the turns, which are labelled parts after a prompt of the same document.
-    None for texts, and for turns without a common end.
+    """Return the end token and the median length of the turns: labelled tokens after unlabelled ones of the same
+    document. None if there are no turns, or if no token ends more than half of them.
     """
     ends: Counter[int] = Counter()
     lengths: list[int] = []
@@ -110,25 +113,27 @@ def turns_of(batches: Sequence[Batch]) -> Turns | None:
 
 
 def written_batch(written: Written, seq_len: int, row_ids: Int64Array) -> Batch:
-    """Return rows of prompt and text, padded to `seq_len`. The labels are the written tokens."""
-    shape = (len(written.texts), seq_len)
+    """Return rows of prompt and completion, padded to `seq_len`. Only the completions are labels."""
+    shape = (len(written.prompts), seq_len)
     tokens_BT = np.zeros(shape, dtype=np.int64)
     documents_BT = np.full(shape, PADDING, dtype=np.int64)
     labels_BT = np.full(shape, IGNORED, dtype=np.int64)
-    for row, (prompt, text) in enumerate(zip(written.prompts, written.texts, strict=True)):
-        whole = [*prompt, *text]
+    for row, (prompt, completion) in enumerate(
+        zip(written.prompts, written.completions, strict=True)
+    ):
+        whole = [*prompt, *completion]
         tokens_BT[row, : len(whole)] = whole
         documents_BT[row, : len(whole)] = 0
         # Each token is predicted at the position before it.
-        labels_BT[row, len(prompt) - 1 : len(whole) - 1] = text
+        labels_BT[row, len(prompt) - 1 : len(whole) - 1] = completion
     return Batch(
         tokens_BT=tokens_BT, documents_BT=documents_BT, labels_BT=labels_BT, row_ids=row_ids
     )
 
 
 @dataclass(slots=True)
-class Text:
-    """The text that a model writes to one prompt."""
+class Completion:
+    """The tokens that a model generates for one prompt."""
 
     tokens: list[int]
     log_p: float = 0.0
@@ -136,7 +141,7 @@ class Text:
 
 
 class Rollout:
-    """Writes the rows of those micro-batches of a run that a model writes."""
+    """Generates the rows of a run's generated micro-batches."""
 
     def __init__(
         self,
@@ -151,8 +156,8 @@ class Rollout:
         turns: Turns | None = None,
         rank: int = 0,
     ) -> None:
-        """`decoder` writes `slots` rows at once, in `dtype`; the number is fixed, because a row's bits depend on it.
-        A text ends at the end token of the corpus's `turns` or at one of the model's own. `rank` is this rank.
+        """`decoder` generates `slots` rows at once, in `dtype`. The number of slots is fixed, because the exact bits of
+        a row depend on it. A completion ends at the end token of the corpus's `turns` or at an end token of the model.
         """
         self.section, self.turns = section, turns
         self._seq_len, self._seed, self._rank = seq_len, seed, rank
@@ -170,29 +175,29 @@ class Rollout:
         self._writer = empty_copy(decoder) if is_sharded(decoder) else decoder
 
     def write(self, batches: Sequence[Batch], step: int) -> list[tuple[Batch, Written]]:
-        """Return a batch of written rows for each of `batches`, from the prompts of its rows."""
+        """Return a batch of generated rows for each of `batches`, with prompts from its rows."""
         keys, prompts, max_tokens = [], [], self.section.prompt_tokens
         for index, batch in enumerate(batches):
             first = self._rank * len(batch.row_ids)
             for row in range(len(batch.row_ids)):
                 keys.append((step, index, first + row))
                 prompts.append(prompt_of(batch, row, max_tokens, row_key(self._seed, keys[-1])))
-        texts = self._texts(keys, prompts)
+        completions = self._complete(keys, prompts)
         result, first = [], 0
         for batch in batches:
             part = slice(first, first + len(batch.row_ids))
             first = part.stop
             written = Written(
                 prompts[part],
-                [text.tokens for text in texts[part]],
-                [text.ended for text in texts[part]],
-                [text.log_p for text in texts[part]],
+                [completion.tokens for completion in completions[part]],
+                [completion.ended for completion in completions[part]],
+                [completion.log_p for completion in completions[part]],
             )
             result.append((written_batch(written, self._seq_len, batch.row_ids), written))
         return result
 
     def prepare(self) -> None:
-        """Create the generator, unless there is one, so that no step waits for allocation, compilation and capture."""
+        """Create the generator, unless it exists, so that no step waits for its allocation, compilation and capture."""
         if self._generator is None:
             self._generator = Generator(
                 self._writer,
@@ -203,21 +208,21 @@ class Rollout:
                 dtype=self._dtype,
             )
 
-    def _texts(self, keys: Sequence[RowKey], prompts: Sequence[list[int]]) -> list[Text]:
-        """Write a text to each prompt."""
+    def _complete(self, keys: Sequence[RowKey], prompts: Sequence[list[int]]) -> list[Completion]:
+        """Generate a completion of each prompt."""
         limits = [
             max(1, min(self.section.max_new_tokens, self._seq_len - len(prompt)))
             for prompt in prompts
         ]
-        texts = [Text([]) for _ in prompts]
+        completions = [Completion([]) for _ in prompts]
         self.prepare()
         assert self._generator is not None
         if self._writer is not self._decoder:
             gather_weights(self._decoder, self._writer)
         self._generator.refresh()
         for step in self._generator.generate(prompts, max_tokens=limits, keys=keys):
-            text = texts[step.prompt]
-            text.tokens.append(step.token)
-            text.log_p += step.log_p
-            text.ended = step.ended == "end_of_text"
-        return texts
+            completion = completions[step.prompt]
+            completion.tokens.append(step.token)
+            completion.log_p += step.log_p
+            completion.ended = step.ended == "end_of_text"
+        return completions

@@ -3,10 +3,10 @@
     settings -> device -> data -> plan -> teacher -> student -> (resume) -> steps, each logged ->
     held-out losses -> student, saved, read back and evaluated -> receipt
 
-Everything below this module returns values, and is given a function to log with while it works
-(`engine.train.to_events.Log`). The training loop, `engine.train.loop`, is part of it. Logged values are read
-back from the built objects: the learning rate from the optimizer, the rows from the batches, the hashes from
-the tensors.
+The modules that this one calls return values, and receive a function with which they log
+(`engine.train.to_events.Log`). The training loop, `engine.train.loop`, is part of the composition root. Logged
+values are read back from the built objects: the learning rate from the optimizer, the rows from the batches, the
+hashes from the tensors.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ from engine.train.trainer import Trainer
 
 _DEVICE_ERROR = re.compile(r"CUDA error: |CUDNN_STATUS_|CUBLAS_STATUS_|CUSOLVER_STATUS_|NCCL error")
 LAST_LINE_S = 0.2
-"""Seconds that the log's last line may take in a process that is about to exit."""
+"""Largest time that a process about to exit waits for the log's last line, in seconds."""
 
 
 def run(
@@ -83,7 +83,7 @@ def run(
 ) -> int:
     """Train the run in `path` to its end and return the exit code.
 
-    However the run ends, the log says so before this returns. `Keeper.restore` describes `allow_fallback`
+    However the run ends, its end is logged before this returns. `Keeper.restore` describes `allow_fallback`
     and `allow_restart`.
     """
     folder = open_run(path)
@@ -108,7 +108,7 @@ def run(
             finished = job.carry_out(allow_fallback=allow_fallback, allow_restart=allow_restart)
         except Stopped:
             finished = job.stopped()
-        except BaseException as error:  # noqa: BLE001 - the last place that can say how the run ended
+        except BaseException as error:  # noqa: BLE001 - the last place that can log how the run ended
             reason, code = why_failed(error)
             engine_error = as_engine_error(error)
             if isinstance(engine_error, DiskFull) and ranks.first:
@@ -119,7 +119,7 @@ def run(
             leave(ranks)
         stop.answered()
         for model_hash in job.hashes:
-            model_hash.give_up()
+            model_hash.cancel()
         if ranks.first:
             folder.free_reserve()
         for text in library_warnings():
@@ -136,7 +136,7 @@ def run(
 
 
 def why_failed(error: BaseException) -> tuple[str, int]:
-    """Return what ended a run, for its log, and its exit code."""
+    """Return the reason to log for a run that `error` ended, and its exit code."""
     if is_memory_error(error):
         where = "device" if isinstance(error, torch.OutOfMemoryError) else "host"
         return f"the {where} allocator refused: {error}", EXIT_FAIL
@@ -149,9 +149,9 @@ def why_failed(error: BaseException) -> tuple[str, int]:
         return str(engine_error), engine_error.exit_code
     text = ": ".join(filter(None, (type(error).__name__, str(error))))
     if isinstance(error, KeyboardInterrupt):
-        return f"{text}: code raised it, no signal did", EXIT_INTERRUPTED
+        return f"{text}: raised by code, not by a signal", EXIT_INTERRUPTED
     if isinstance(error, SystemExit):
-        text += ": code in the trainer asked it to exit, which no code of the engine does"
+        text += ": raised by code outside the engine, which never exits the trainer this way"
     return text, EngineError.exit_code
 
 
@@ -168,8 +168,8 @@ class _Job:
         ranks: Ranks,
     ) -> None:
         self.folder, self.stop = folder, stop
-        self.asked = self.spec = spec
-        """Requested settings, `asked`, which identify the run, and those with all decisions, `spec`, which it uses."""
+        self.requested = self.spec = spec
+        """`requested` are the settings that identify the run; `spec` has all decisions too, and the run uses it."""
         self._write = partial(to_events.write, log)
         self.ranks = ranks
         self.before = before
@@ -185,19 +185,19 @@ class _Job:
         """The training loop; None until the models are built."""
 
     def log(self, value: to_events.Loggable) -> None:
-        """Write one line to the log, and after it the new warnings of transformers."""
+        """Write one line to the log, followed by any new warnings of transformers."""
         self._write(value)
         for text in library_warnings():
             self._write(Note(level="warning", text=text))
 
     def failed(self, reason: str, exit_code: int) -> RunFinished:
-        # If a resume fails before it has restored anything, the run stays at its last step.
+        # A resume that fails before it has restored anything leaves the run at its last step.
         before = 0 if self.before is None else self.before.last_step
         step = before if self.loop is None else self.loop.step
         return RunFinished(state="failed", reason=reason, exit_code=exit_code, step=step)
 
     def stopped(self) -> RunFinished:
-        """Return the end of a session before its first step: only what earlier sessions saved remains."""
+        """Return the last event of a session that stopped before its first step; the run stays at its last step."""
         step = self.before.last_step if self.before is not None else 0
         return RunFinished(
             state="stopped",
@@ -207,8 +207,8 @@ class _Job:
         )
 
     def log_stopped(self) -> None:
-        """Write the end of a session whose process exits in a signal handler. A thread writes it, for
-        at most LAST_LINE_S: the handler may have interrupted a write, and must not wait for its lock."""
+        """Log the end of a session whose process exits in a signal handler. The handler may have interrupted a write
+        and must not wait for its lock, so a thread writes the line, and is waited for at most LAST_LINE_S."""
 
         def write() -> None:
             with contextlib.suppress(EngineError):
@@ -220,14 +220,14 @@ class _Job:
 
     def carry_out(self, *, allow_fallback: bool, allow_restart: bool) -> RunFinished:
         log, ranks = self.log, self.ranks
-        inputs = check_inputs(self.asked, self.folder.path)
+        inputs = check_inputs(self.requested, self.folder.path)
         for text in inputs.models:
             log(Note(level="info", text=text))
         for note in inputs.notes:
             log(Note(level="warning", text=note))
         compute = self._join_ranks()
         first_data = self.before.data if self.before else None
-        data = prepare_data(self.asked, inputs, first_data, self.log)
+        data = prepare_data(self.requested, inputs, first_data, self.log)
         with compute.memory.use():
             log(Phase(name="planning"))
             plan = plan_run(self.spec, inputs, compute, data.stream, self.log)
@@ -280,8 +280,8 @@ class _Job:
         loop.check(trainer)
         if ranks.many:
             trainer = self._shard(trainer, builder, teacher.decoder)
-            loop.check_with(trainer)
-            # After this, nothing references the unsharded state that every rank had.
+            loop.replace_checked_trainer(trainer)
+            # From here on nothing references the unsharded student and optimizer, whose memory is freed.
             configure_student(trainer, plan, log)
         with compute.memory.use():  # AdamW allocates its moments in the first step
             ended_early = loop.train(trainer)
@@ -304,13 +304,13 @@ class _Job:
     def _join_ranks(self) -> ComputeDevice:
         """Return this rank's device, once all ranks have joined and agreed on the memory to plan with."""
         use_own_gpu(self.ranks, self.spec.compute.device)
-        self.spec, compute = set_up_device(self.asked, self.log)
+        self.spec, compute = set_up_device(self.requested, self.log)
         device = compute.device
         if self.ranks.many:
-            world = f"{self.ranks.world} of them"
-            self.log(Phase(name="meeting the other ranks", detail=world))
+            world = f"{self.ranks.world} ranks in all"
+            self.log(Phase(name="waiting for the other ranks", detail=world))
             join(self.ranks, device, timeout_s=self.spec.compute.collective_timeout_s)
-            # Ranks that planned on their own would launch different collectives.
+            # Ranks that planned with different memory could launch different collectives.
             available = least_available(self.ranks, compute.available, device)
             compute = replace(compute, available=available)
         if device.type == "cuda":
@@ -355,11 +355,11 @@ class _Job:
         comparable = {"teacher"} if teacher is not None and teacher.native else set()
         if inputs.student.native and not self.ranks.many:
             comparable |= costs.keys() - {"teacher"}
-        # The time of a sharded model includes waiting for other ranks, so its cost is no lower bound of it.
+        # A sharded model also waits for other ranks, so its time cannot be compared with its cost.
         comparable -= {"teacher"} if spec.teacher.shard == "on" else set()
         return to_events.start(
             self.folder.name,
-            self.asked,
+            self.requested,
             trainer,
             resumed_from,
             flops_per_token(inputs.student, teacher, seq_len),
@@ -370,10 +370,10 @@ class _Job:
     def _evaluate_untrained(
         self, trainer: Trainer, loop: TrainingLoop, data: Data, builder: Builder
     ) -> None:
-        """Evaluate the teacher and the untrained student: the loss to approach, and the loss at the start.
+        """Evaluate the teacher, whose loss the student should approach, and the untrained student.
 
-        On a GPU this is done now, when there is most free memory: the optimizer has no moments yet. On a CPU it takes
-        as long as some steps, so it follows the first step.
+        On a GPU this is done before the first step, when the optimizer has no moments yet and most memory is free. On
+        a CPU an evaluation takes as long as several steps, so it follows the first step.
         """
 
         def evaluate(untrained: Callable[[], Decoder]) -> None:
@@ -405,9 +405,9 @@ class _Job:
             loop.evaluate("teacher", teacher.hidden, teacher.head(), trainer)
 
     def _evaluate_saved(self, trainer: Trainer, loop: TrainingLoop) -> None:
-        """Evaluate the student in the run's folder with the trainer's arithmetic: the loss that the run reports.
+        """Evaluate the student in the run's folder with the trainer's dtypes and kernels; the run reports this loss.
 
-        Nothing trains any more, so it takes the memory of the gradients and of the optimizer's moments.
+        Training has ended, so the memory of the gradients and of the optimizer's moments is freed for it.
         """
         trainer.optimizer.zero_grad(set_to_none=True)
         trainer.optimizer.state.clear()
@@ -417,7 +417,9 @@ class _Job:
                 "student", trainer.student.hidden, head_of(trainer.student), trainer, saved=True
             )
             return
-        saved = load_decoder(self.folder.student, torch.float32, trainer.device, self.asked.model)
+        saved = load_decoder(
+            self.folder.student, torch.float32, trainer.device, self.requested.model
+        )
         saved.run_like(trainer.student)
         loop.evaluate("student", saved.hidden, head_of(saved), trainer, saved=True)
 
@@ -450,7 +452,7 @@ class _Job:
     ) -> None:
         """Save the student, check and evaluate the saved files, and write the receipt.
 
-        `hashes` are those of the models that the run began with; `untrained` are samples of that student.
+        `hashes` are those of the models at the start of the run; `untrained` are samples of the untrained student.
         """
         self.log(Phase(name="saving the student", detail=str(self.folder.student)))
         student = whole_student(trainer.student)
@@ -464,7 +466,7 @@ class _Job:
         artefact = Artefact(
             folder=self.folder.student,
             dtype=torch_dtype(self.spec.student.save_as),
-            how=self.asked.model,
+            how=self.requested.model,
             start=untrained,
         )
         loop.check_saved(artefact, student)
@@ -474,7 +476,7 @@ class _Job:
         loop.end_reading(trainer)
         self.log(Phase(name="writing the receipt"))
         outcome = Outcome(
-            spec=self.asked,
+            spec=self.requested,
             data=data.ready,
             student_files=files.result(),
             model_sha256=hashes | {"student": saved.sha256},

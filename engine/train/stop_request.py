@@ -24,7 +24,7 @@ from engine.signals import GRACE_S as UNWIND_S
 from engine.signals import only_once, raise_stopped
 
 GRACE_S = 120.0
-"""Seconds that a trainer without a supervisor gets to finish a step and save."""
+"""Time that a trainer whose supervisor has died gets to finish a step and save, in seconds."""
 
 
 class StopRequest:
@@ -80,7 +80,9 @@ class StopRequest:
             os.read(keep_alive_fd, 1)
             if self._answered.is_set():
                 return  # the run is over, and the supervisor closed the pipe normally
-            write_note("the supervisor is gone: saving and stopping, so that nothing runs unseen")
+            write_note(
+                "the supervisor is gone: saving and stopping, so that no run continues unsupervised"
+            )
             self._request("supervisor lost", EXIT_TERMINATED)
             if self._watches and not self._steps_begun:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -89,7 +91,7 @@ class StopRequest:
                     os._exit(EXIT_TERMINATED)
             if not self._answered.wait(GRACE_S):
                 write_note(
-                    f"no step ended within {GRACE_S:.0f} s of losing the supervisor: leaving unsaved"
+                    f"no step ended within {GRACE_S:.0f} s of losing the supervisor: exiting without saving"
                 )
                 os._exit(EXIT_TERMINATED)
 

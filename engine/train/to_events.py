@@ -1,8 +1,8 @@
-"""Convert the engine's values to events of the run log: one function for each kind.
+"""Convert the engine's values to events of the run log: one function per event type.
 
-Lower layers get a function (`Log`) to call with each value to log: decisions, models, phases. A phase must be
-logged before its work begins, because that work may hang. Only the composition root (`engine.train.run`
-and its loop of steps, `engine.train.loop`; `engine.train.prepare` for its own command) holds a log.
+Lower layers receive a function (`Log`), which they call with each value to log: decisions, models, phases. A phase
+must be logged before its work begins, because that work may hang. Only three modules hold the log itself: the
+composition root `engine.train.run`, its training loop `engine.train.loop`, and `engine.train.prepare`.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ from engine.version import VERSION
 
 Loggable: TypeAlias = Event | Decision | MemoryBudget | CompiledLibrary | Result
 Log: TypeAlias = Callable[[Loggable], None]
-"""Writes one line to the log of the run, in place, before it returns."""
+"""Function that writes one line to the run's log before it returns."""
 
 
-def nowhere(value: Loggable) -> None:
-    """A `Log` that keeps nothing."""
+def discard(value: Loggable) -> None:
+    """Discard a value: the `Log` of a command that has no log."""
 
 
 def write(log: LogWriter, value: Loggable) -> None:
@@ -86,8 +86,8 @@ def _decision(decision: Decision) -> DecisionMade:
     )
 
 
-REASONS = 10
-"""Number of logged reasons for leaving conversations out, the most frequent first."""
+MAX_REASONS = 10
+"""Largest number of logged reasons for leaving conversations out, and of logged remarks; the most frequent first."""
 
 
 def data(source: str, tokens: Tokens, seq_len: int) -> DataReady:
@@ -111,18 +111,18 @@ def data(source: str, tokens: Tokens, seq_len: int) -> DataReady:
         epoch_rows=rows,
         labelled_tokens=None if train.labelled is None else train.labelled_count,
         padding=len(train) - train.token_count,
-        left_out=dict(left_out.most_common(REASONS)),
+        left_out=dict(left_out.most_common(MAX_REASONS)),
         partly_labelled=train.partly_labelled + heldout.partly_labelled,
         remarks={
             f"{remark.reason}{f' ({remark.example})' if remark.example else ''}": remark.count
-            for remark in remarks_of(tokens)[:REASONS]
+            for remark in remarks_of(tokens)[:MAX_REASONS]
         },
         unlabelled_rows=len(train) // seq_len - rows,
     )
 
 
 def model(role: str, source: str, config: ModelConfig, precision: str, sha256: str) -> ModelReady:
-    """Describe a model; `sha256` is the hash of its tensors in memory, of quantised blocks as they are."""
+    """Describe a model; `sha256` is the hash of its tensors in memory, in which quantised blocks stay quantised."""
     return ModelReady(
         role=role,
         source=source,
@@ -146,8 +146,8 @@ def memory_plan(budget: MemoryBudget) -> MemoryPlanned:
     )
 
 
-def peak_of(trainer: Trainer) -> tuple[float | None, str]:
-    """Return the allocator's peak so far in bytes, and its source; torch keeps no peak for a CPU."""
+def allocator_peak(trainer: Trainer) -> tuple[float | None, str]:
+    """Return the allocator's peak memory so far in bytes, and its source; None on a CPU, where torch has no record."""
     if trainer.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(trainer.device)
         source = "torch.cuda.max_memory_allocated"
@@ -158,7 +158,7 @@ def peak_of(trainer: Trainer) -> tuple[float | None, str]:
 
 
 def trainer_memory(device: torch.device) -> Held:
-    """Return the memory that this process holds now; on a GPU from the allocator's counters, without a sync."""
+    """Return the memory that this process holds now; on a GPU, from the allocator's counters, without synchronising."""
     if device.type == "cuda":
         counts = torch.cuda.memory_stats_as_nested_dict(device)
         tensors, reserved = counts["allocated_bytes"]["all"], counts["reserved_bytes"]["all"]
@@ -178,8 +178,8 @@ def trainer_memory(device: torch.device) -> Held:
 
 
 def memory_peak(step: int, budget: MemoryBudget, trainer: Trainer) -> MemoryMeasured:
-    """Return the allocator's peak so far, together with the prediction."""
-    measured, source = peak_of(trainer)
+    """Return the event with the allocator's peak memory so far and the predicted peak."""
+    measured, source = allocator_peak(trainer)
     return MemoryMeasured(
         step=step,
         measured_bytes=measured,
@@ -260,36 +260,40 @@ def wrote(
     turns: Turns | None,
     decode: Callable[[Sequence[int]], str],
 ) -> Wrote:
-    """Return the event about the rows that a model wrote for a finished step."""
-    texts = [text for micro_batch in launched.written for text in micro_batch.texts]
+    """Return the event about the rows that a model generated for a finished step."""
+    completions = [
+        completion for micro_batch in launched.written for completion in micro_batch.completions
+    ]
     prompts = [prompt for micro_batch in launched.written for prompt in micro_batch.prompts]
     ended = [value for micro_batch in launched.written for value in micro_batch.ended]
-    tokens = sum(map(len, texts))
+    tokens = sum(map(len, completions))
     assert launched.written_sums is not None
     cross_entropy, divergence = (launched.written_sums / tokens).tolist()
     return Wrote(
         step=launched.step,
         by=spec.rollout.by,
         temperature=spec.rollout.temperature,
-        rows=len(texts),
+        rows=len(completions),
         tokens=tokens,
-        shortest=min(map(len, texts)),
-        longest=max(map(len, texts)),
+        shortest=min(map(len, completions)),
+        longest=max(map(len, completions)),
         ended=sum(ended) / len(ended),
         entropy=-sum(value for micro_batch in launched.written for value in micro_batch.log_p)
         / tokens,
         cross_entropy=cross_entropy,
         divergence=divergence / spec.loss.temperature**2,
-        repeated=_repeated(texts),
+        repeated=_repeated(completions),
         repeated_in_prompts=_repeated(prompts),
         turn_end=decode([turns.end]) if turns else "",
         turn_tokens=turns.tokens if turns else None,
         write_s=launched.write_s,
         prompt=decode(prompts[0]),
-        sample=decode(texts[0]),
+        sample=decode(completions[0]),
     )
 
 
-def _repeated(texts: Sequence[Sequence[int]]) -> float:
+def _repeated(sequences: Sequence[Sequence[int]]) -> float:
     """Return the share of tokens that equal the token before them."""
-    return sum(a == b for text in texts for a, b in pairwise(text)) / sum(map(len, texts))
+    return sum(a == b for tokens in sequences for a, b in pairwise(tokens)) / sum(
+        map(len, sequences)
+    )

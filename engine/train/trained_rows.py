@@ -1,7 +1,7 @@
-"""Record the rows of every step by content (`engine.log.rows`), as the trainer passes them to the models.
+"""Record a hash of the content of every row that the trainer passes to the models (`engine.log.rows`).
 
-Any row repeated, skipped, altered, of another split or of another rank has another hash than the row that spec, seed
-and position prescribe; `engine verify` and tests compare them.
+Spec, seed and position prescribe the rows of each step, so `engine verify` and tests can compare hashes. A row that was
+repeated, skipped, altered, or taken from another split or rank has another hash than the prescribed row.
 """
 
 # Shapes: B rows, T tokens of a row
@@ -41,7 +41,7 @@ class TrainedRows(StepObserver):
         self._hashes[self._step] += hashes_of(micro.batch)
 
     def record(self, step: StepDone) -> StepDone:
-        """Write the rows of a step that is done, and return its record with the running digest."""
+        """Write the row hashes of a finished step, and return its event with the running digest."""
         self._writer.append(step.step, self._hashes.pop(step.step))
         return msgspec.structs.replace(step, rows_digest=self._writer.digest.hex())
 

@@ -30,7 +30,7 @@ from engine.models import decoder
 from engine.models.decoder import Attention, AttentionInputs, Decoder, RMSNorm
 from engine.train import trainer
 from engine.train.checkpoint import state
-from engine.train.optimizer import Uncompiled
+from engine.train.optimizer import UnwrappedOptimizer
 from engine.train.step import Fetched, MicroBatch, TeacherOutput
 from engine.train.trainer import Trainer
 
@@ -447,7 +447,7 @@ def later_chunks_without_gradient() -> AbstractContextManager[None]:
 @_between("step_gradients")
 def gradients_never_cleared() -> AbstractContextManager[None]:
     """Every step adds its gradients to those of all steps before."""
-    return replaced(Uncompiled, "zero_grad", lambda _: lambda self, **how: None)
+    return replaced(UnwrappedOptimizer, "zero_grad", lambda _: lambda self, **how: None)
 
 
 @_between("step_gradients")

@@ -21,13 +21,13 @@ from tests.support.faults import KILL, Shim
 
 def make_store(spec: Path, out: Path, *sets: str, **wanted: Any) -> Any:
     """Return the `Prepared` of a store in `out`; a `stop` among the keywords ends it early."""
-    from engine.train.prepare import Wanted, plan_job, prepare
+    from engine.train.prepare import PrepareOptions, plan_job, prepare
     from engine.train.stop_request import StopRequest
 
     stop = wanted.pop("stop", None) or StopRequest()
     progress = wanted.pop("progress", lambda rows, seconds: None)
     say = wanted.pop("say", lambda text: None)
-    job = plan_job(load_spec(spec, list(sets))[0], Wanted(out=out, **wanted))
+    job = plan_job(load_spec(spec, list(sets))[0], PrepareOptions(out=out, **wanted))
     return prepare(job, stop=stop, say=say, progress=progress)
 
 

@@ -1,18 +1,16 @@
-"""Resuming a run: compare what its log promises with the checkpoints on disk. No torch.
+"""Resuming a run: compare the checkpoints that its log reports with those on disk. No torch.
 
 A checkpoint is logged only once it is on disk, and the engine never deletes the newest one. So when a
-logged checkpoint is missing, someone else deleted it or the disk lost it. The run is then not restarted
-from step 0 unless the user allows it.
+logged checkpoint is missing, the user or another program deleted it, or the disk lost it. The run is then not
+restarted from step 0 unless the user allows it.
 
 What may change between two sessions of a run:
 
     settings    They come from effective.json. The resuming command can change only keys named with
                 `--allow-change`, and effective.json records each change.
-    versions    They may change. The log then says that the curve is not bit for bit the one an
-                unchanged environment would have given.
-    teacher     Different weights are refused: the student would learn from another model from then on.
-
-A checkpoint that a check found to differ from the run is refused like a damaged one.
+    versions    They may change. The log then says that the run's numbers may differ in their last bits from those
+                of a run with unchanged versions.
+    teacher     Different weights are refused: the student would learn from another model after the resume.
 """
 
 from __future__ import annotations
@@ -32,17 +30,18 @@ _VERSIONS = ("engine", "python", "torch", "device")
 
 
 def written_sha256(folder: RunFolder) -> str:
-    """Return the hash of the settings as they were written.
+    """Return the hash of the settings in effective.json.
 
-    A newer engine adds its new settings with their defaults, which changes the hash of the spec but not the run.
+    A newer engine adds its new settings with their defaults, which changes the hash of the spec but not the run, so the
+    hash is computed from the file.
     """
     return settings_sha256(folder.read_effective()["spec"])
 
 
 def changes_since(folder: RunFolder, spec_sha256: str) -> list[str] | None:
-    """Describe the allowed changes of settings made since `spec_sha256` was the hash of all settings.
+    """Describe the allowed changes of settings since the settings had the hash `spec_sha256`.
 
-    Returns None when the settings never had that hash.
+    Returns None if the settings never had that hash.
     """
     changes: list[dict[str, Any]] = folder.read_effective().get("changes", [])
     try:
@@ -51,26 +50,29 @@ def changes_since(folder: RunFolder, spec_sha256: str) -> list[str] | None:
                 return [f"{c['key']} {c['was']!r} -> {c['is']!r}" for c in changes[index:]]
     except (KeyError, TypeError):
         raise CheckpointError.expected(
-            "settings", folder.effective, "changes with key, was, is and spec_sha256", "others"
+            "settings",
+            folder.effective,
+            "changes with key, was, is and spec_sha256",
+            "other fields",
         ) from None
     return None
 
 
 def check_changes(folder: RunFolder, spec: RunSpec) -> None:
-    """Raise CheckpointError when a setting that a resume was allowed to change is not what it was changed to."""
+    """Raise CheckpointError if a setting that a resume changed has another value in `spec` than it was changed to."""
     changed = {c["key"]: c["is"] for c in folder.read_effective().get("changes", [])}
     for key, value in changed.items():
         if key not in GONE and (found := spec.value(key)) != value:
             raise CheckpointError.expected(
                 "settings",
                 folder.effective,
-                f"{key} = {value!r}, as it was changed to",
+                f"{key} = {value!r}, to which a resume changed it",
                 f"{found!r}",
             )
 
 
 def versions_changed(before: RunView | None, now: RunStarted) -> str:
-    """Describe the versions that differ from the earlier session; empty when none does."""
+    """Describe the versions that differ from the last session; empty if none does."""
     if before is None or before.started is None:
         return ""
     changed = [
@@ -80,9 +82,7 @@ def versions_changed(before: RunView | None, now: RunStarted) -> str:
     ]
     if not changed:
         return ""
-    return (
-        f"{', '.join(changed)} since the last session: not bit for bit the run it would have been"
-    )
+    return f"{', '.join(changed)} since the last session: the results may differ in their last bits"
 
 
 def check_same_teacher(
@@ -90,7 +90,7 @@ def check_same_teacher(
 ) -> None:
     """Raise CheckpointError when an earlier session read different weights from the same file.
 
-    Weights held in another form (backend or precision) have another hash, so they are not compared.
+    Weights with another backend or precision have another hash, so they are not compared.
     """
     logged = before.models.get("teacher") if before else None
     if before is None or logged is None:
@@ -105,8 +105,8 @@ def check_same_teacher(
             "teacher",
             source,
             f"the weights this run began with (sha256 {logged.sha256[:12]})",
-            f"others ({sha256[:12]})",
-            hint="put the old file back, or start a new run",
+            f"different weights (sha256 {sha256[:12]})",
+            hint="restore the original file, or start a new run",
         )
 
 
@@ -116,7 +116,7 @@ def resume_command(folder: RunFolder) -> str:
 
 
 def past_checks(folder: RunFolder) -> str:
-    """Return the command that resumes a run and only reports failing checks instead of stopping at them."""
+    """Return the command that resumes a run in which failed checks are only reported."""
     key = "checks.on_fail"
     return f"{resume_command(folder)} --set {key}=report --allow-change {key}"
 
@@ -130,34 +130,33 @@ def was_stopped_by_checks(view: RunView) -> bool:
     return any(reason.startswith(f"check {check.id}: ") for check in failed)
 
 
-def promised_step(view: RunView) -> int | None:
-    """Return the step of the newest checkpoint that the log reports as saved; None when there is none."""
+def newest_logged_step(view: RunView) -> int | None:
+    """Return the step of the newest checkpoint that the log reports as saved; None if it reports none."""
     return max((saved.step for saved in view.checkpoints), default=None)
 
 
-def check_promised(folder: RunFolder, view: RunView, allow_restart: bool) -> None:
-    """Raise CheckpointError when the log reports a saved checkpoint and none is on disk."""
-    promised = promised_step(view)
-    if promised is None or allow_restart or any(published(folder.checkpoints)):
+def require_logged_checkpoint(folder: RunFolder, view: RunView, allow_restart: bool) -> None:
+    """Raise CheckpointError if the log reports a saved checkpoint, none is on disk, and `allow_restart` is false."""
+    logged_step = newest_logged_step(view)
+    if logged_step is None or allow_restart or any(published(folder.checkpoints)):
         return
     command = f"{resume_command(folder)} --allow-restart"
     raise CheckpointError.expected(
         "run folder",
         folder.path,
-        f"the checkpoint of step {promised}, which its log says was safe",
+        f"the checkpoint of step {logged_step}, which its log reports as saved",
         "no checkpoint at all",
-        hint=f"put the folder {folder.checkpoints} back, or `{command}` begins again from step 0, "
-        "and trains all steps again",
+        hint=f"restore the folder {folder.checkpoints}, or start again from step 0 with `{command}`",
     )
 
 
 def missing_newest(folder: RunFolder, view: RunView) -> str:
-    """Say that the newest checkpoint is missing and where the run continues; empty when it is present."""
-    promised = promised_step(view)
+    """Describe that the newest logged checkpoint is missing and where the run continues; empty if it is present."""
+    logged_step = newest_logged_step(view)
     newest = next(map(step_of, published(folder.checkpoints)), None)
-    if promised is None or newest is None or newest >= promised:
+    if logged_step is None or newest is None or newest >= logged_step:
         return ""
     return (
-        f"the log says that a checkpoint of step {promised} was safe, but it is not in "
+        f"the log reports that a checkpoint of step {logged_step} was saved, but it is not in "
         f"{folder.checkpoints}: the run resumes from step {newest} or earlier and trains the later steps again"
     )

@@ -1,15 +1,15 @@
-"""The checkpoints of one run: saving, retention and restoring.
+"""Save, restore and delete the checkpoints of one run.
 
-The newest `checkpoint.keep_last` and the best by held-out loss are kept. A checkpoint is logged only once
-it is safe on disk, and older ones are deleted only after that.
+The newest `checkpoint.keep_last` checkpoints and the one with the lowest held-out loss are kept. A checkpoint is
+logged only once it is safe on disk, and older ones are deleted only after that.
 
-Every rank may write its own part of a checkpoint. The first rank leads and the others follow:
+With `checkpoint.sharded`, every rank writes its own part of a checkpoint. The first rank coordinates them:
 
-    first     checkpoint.save makes the partial folder ── its path ──> every rank writes its part,
-              <── size and sha256 of each part ──                      fsyncs it and hashes it
+    first     checkpoint.save creates the partial folder ── its path ──> every rank writes its part,
+              <── size and sha256 of each part ──                        fsyncs it and hashes it
               manifest, fsync, rename, as for any other checkpoint
 
-No rank holds more than its own part in memory. A failure on one rank fails on all, before anything is
+No rank holds more than its own part in memory. If one rank fails, all ranks fail, before anything is
 published.
 """
 
@@ -36,9 +36,9 @@ from engine.train.checkpoint import write as checkpoint
 from engine.train.checkpoint.continuing import (
     changes_since,
     check_changes,
-    check_promised,
     missing_newest,
-    promised_step,
+    newest_logged_step,
+    require_logged_checkpoint,
     written_sha256,
 )
 from engine.train.checkpoint.manifest import FileRecord, digest_of, newest, verify
@@ -73,7 +73,7 @@ class Parts:
         return self._write(folder)
 
     def give_up(self) -> None:
-        """Release the other ranks if there was no folder to write into."""
+        """Release the other ranks, which wait for a folder, if `write_into` was never called."""
         if not self._sent_folder:
             self._ranks.tell(None)
 
@@ -125,26 +125,26 @@ class Keeper:
         log: Log,
         sync_log: Callable[[], None],
     ) -> None:
-        """`sync_log` returns when every line that was logged is on disk."""
+        """`sync_log` returns when every logged line is on disk."""
         self.folder, self.spec, self.log, self.sync_log = folder, spec, log, sync_log
         self.ranks = ranks or Ranks()
         self.sharded = False
         """Whether every rank writes its own part of a checkpoint."""
         self.sync_rows: Callable[[], None] = lambda: None
-        """Returns when the rows of every step are on disk."""
+        """Function that returns when the row hashes of every step are on disk."""
         self.saved_step = -1
         self.best_loss: float | None = None
         self.best_step: int | None = None
         self._read_back: Path | None = None
-        """Newest checkpoint whose every byte was read after it was saved."""
+        """The newest checkpoint that was read back in full after it was saved."""
 
     def save(self, trainer: Trainer, heldout_loss: float | None) -> Path:
-        """Publish a checkpoint, log it once it is safe, and return its path.
+        """Publish a checkpoint, log it once it is safe on disk, and return its path.
 
-        With several ranks, the first writes; the others send it their parts, or write them themselves
-        when checkpoints are sharded.
+        With several ranks, the first rank writes tensors that it gathers from the others. With sharded checkpoints,
+        each rank writes its own part.
         """
-        # One pass over the weights, far cheaper than writing them.
+        # The norm is not finite if any weight is not. It takes one pass over the weights, far less than writing them.
         with torch.no_grad():
             norm = float(whole(nn.utils.get_total_norm(trainer.parameters)))
         if not math.isfinite(norm):
@@ -161,7 +161,7 @@ class Keeper:
             parts = Parts(state.sharded_tensors(captured), self.ranks, trainer.device)
         self.saved_step = trainer.step
         if not self.ranks.first:
-            state.take_part(files) if parts is None else parts.follow()
+            state.join_gathering(files) if parts is None else parts.follow()
             self.ranks.wait_for_all()
             return next(published(self.folder.checkpoints))
         # A run resumes from a checkpoint, so the log must hold all steps that led to it.
@@ -204,22 +204,22 @@ class Keeper:
     ) -> dict[str, float]:
         """Resume from the newest checkpoint; without one the trainer stays at step 0.
 
-        `before` is the log of the earlier sessions. Returns the held-out losses that it holds up to the
-        restored step. Raises CheckpointError when the newest checkpoint is damaged, unless `allow_fallback`;
-        and when the log reports a checkpoint and there is none at all, unless `allow_restart`.
+        `before` is the log of the earlier sessions. Returns the held-out losses in it, up to the restored step.
+        Raises CheckpointError if the newest checkpoint is damaged, unless `allow_fallback`, and if the log
+        reports a checkpoint but none is on disk, unless `allow_restart`.
         """
-        check_promised(self.folder, before, allow_restart)
+        require_logged_checkpoint(self.folder, before, allow_restart)
         last = (
             newest(self.folder.checkpoints, allow_fallback)
             if self.folder.checkpoints.is_dir()
             else None
         )
         if last is None:
-            promised = promised_step(before)
+            logged_step = newest_logged_step(before)
             why = (
                 "there is no checkpoint yet"
-                if promised is None
-                else f"the checkpoint of step {promised} is gone, and a restart was allowed"
+                if logged_step is None
+                else f"the checkpoint of step {logged_step} is gone, and a restart was allowed"
             )
             self.log(Note(level="warning", text=f"{why}: starting again from step 0"))
             return {}
@@ -244,14 +244,14 @@ class Keeper:
         }
 
     def check_resumable(self, path: Path, trainer: Trainer) -> None:
-        """Read all of the checkpoint in `path`. Raises CheckpointError where a resume would refuse it."""
+        """Read all of the checkpoint in `path`. Raises CheckpointError if a resume would refuse it."""
         training_state = state.unpack(verify(path), numbers=False)
         self._read_back = path
         self._check_settings(training_state, path)
         state.check_fits(training_state, trainer)
 
     def _check_settings(self, training_state: state.TrainingState, path: Path) -> list[str] | None:
-        """Return the allowed changes of settings since a checkpoint. Raises CheckpointError for others."""
+        """Return the allowed changes of settings since a checkpoint. Raises CheckpointError for any other change."""
         changes = changes_since(self.folder, training_state.spec_sha256)
         check_changes(self.folder, self.spec)
         if changes is None and training_state.spec_sha256 not in (
@@ -261,7 +261,7 @@ class Keeper:
             raise CheckpointError(
                 f"checkpoint: {path} — expected spec {self.spec.sha256[:12]}, "
                 f"found {training_state.spec_sha256[:12]}",
-                hint="a run continues with the settings it began with; `--resume RUN --set KEY=VALUE "
-                "--allow-change KEY` changes one",
+                hint="a run continues with the settings of its first session; to change a setting, resume with "
+                "`--resume RUN --set KEY=VALUE --allow-change KEY`",
             )
         return changes

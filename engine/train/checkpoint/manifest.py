@@ -3,9 +3,10 @@
     MANIFEST.json   {"schema": 1, "step": 1000, "files": {name: {"sha256": hex, "size": bytes}}}
 
 A checkpoint verifies when its folder holds exactly the manifest's files, each with its size and sha256.
-Published checkpoints are tried from the newest down. One that does not verify is refused by name. The
-caller decides whether to fall back to an older one, and the refused ones are listed. Folders that are
-being written, deleted or set aside are not named `step-NNNNNNNN` and are never read.
+Published checkpoints are verified from the newest to the oldest. A checkpoint that does not verify is refused
+with an error that names it. The caller decides whether to fall back to an older one; the result then lists those
+that were refused. Folders that are being written, deleted or set aside are not named `step-NNNNNNNN` and are never
+read.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifiedCheckpoint:
-    """A checkpoint whose every byte was just compared with its manifest."""
+    """A checkpoint whose files have just been compared with its manifest, byte by byte."""
 
     path: Path
     step: int
@@ -59,7 +60,7 @@ class VerifiedCheckpoint:
 def verify(path: Path) -> VerifiedCheckpoint:
     """Compare every byte of one published checkpoint with its manifest.
 
-    Raises CheckpointError, which names the file and, for a changed file, what was expected and found.
+    Raises CheckpointError, which names the file and says what was expected and found.
     """
     name = PUBLISHED.fullmatch(path.name)
     if name is None:
@@ -73,11 +74,10 @@ def verify(path: Path) -> VerifiedCheckpoint:
 
 
 def newest(folder: Path, allow_fallback: bool = False) -> VerifiedCheckpoint | None:
-    """Return the newest published checkpoint, verified; None when the folder holds none.
+    """Verify the newest published checkpoint and return it; None if the folder has no checkpoint.
 
-    When the newest does not verify, raises CheckpointError; with `allow_fallback`, returns the newest one
-    that does verify and lists the others in `refused`. When none verifies, raises either way: a run with
-    damaged checkpoints is not a new run.
+    If it does not verify, raises CheckpointError. With `allow_fallback`, returns the newest checkpoint that
+    verifies, with the newer ones in `refused`, and raises CheckpointError only if none verifies.
     """
     refused: list[tuple[Path, str]] = []
     for path in published(folder):
@@ -96,8 +96,8 @@ def newest(folder: Path, allow_fallback: bool = False) -> VerifiedCheckpoint | N
     if refused:
         raise CheckpointError(
             "\n".join(reason for _, reason in refused),
-            hint=f"no checkpoint here verifies; with {folder} moved away, `engine distill --resume RUN"
-            " --allow-restart` begins again from step 0",
+            hint=f"no checkpoint verifies; to start again from step 0, move {folder} away and use"
+            " `engine distill --resume RUN --allow-restart`",
         )
     return None
 
@@ -109,7 +109,7 @@ def manifest_bytes(step: int, records: Mapping[str, FileRecord]) -> bytes:
 
 
 def is_file_name(name: str) -> bool:
-    """Return whether a data file may have this name: no path, not hidden, and not the manifest."""
+    """Return whether a data file may have this name: not a path, not hidden, and not the manifest's name."""
     return _FILE_NAME.fullmatch(name) is not None and name != MANIFEST
 
 

@@ -1,9 +1,9 @@
-"""Training state: what the next optimizer step depends on, captured from a live model and restored into
-one.
+"""Training state: everything that the next optimizer step depends on. It is captured from a live model and restored
+into one.
 
 It consists of the student, AdamW's moments, the random number generators, the step and the position in
 the data. The learning rate and the other optimizer settings are not state: they follow from the spec and
-the step. So on the same machine a restored run takes bit for bit the same steps as the saved one.
+the step. On the same machine, a restored run takes bit for bit the same steps as the saved run.
 
 Restoring first compares every name, shape and dtype, and lists all differences; only then does it write
 into the live model and optimizer. The files are safetensors and JSON, never pickle:
@@ -15,10 +15,10 @@ into the live model and optimizer. The files are safetensors and JSON, never pic
     state.json              step, seed, data position, best held-out loss, spec hash, tied names,
                             parameters that AdamW has not moved
 
-A student that is sharded over several GPUs is written unsharded, like any other: its tensors are gathered
-one at a time, by every rank in the same order. With `checkpoint.sharded`, every rank writes its own parts
-instead: `shard-*.safetensors` replace the first two files, and the student's names are prefixed with
-"student/". Both forms are read back as full tensors, by any number of processes.
+A student that is sharded over several GPUs is written unsharded: its tensors are gathered one at a time, by every
+rank in the same order. With `checkpoint.sharded`, every rank writes its own part instead: `shard-*.safetensors`
+replace the first two files, and the student's names are prefixed with "student/". Both forms are read back as full
+tensors, by any number of processes.
 
 safetensors layout (little-endian): u64 header length, JSON header padded with spaces to 8 bytes, tensor
 bytes.
@@ -57,15 +57,15 @@ STUDENT_PREFIX = "student/"
 SCHEMA = 1
 
 assert sys.byteorder == "little", (
-    "tensors are written as they lie in memory, and the format is little-endian"
+    "tensors are written in their memory layout, and safetensors is little-endian"
 )
 
 
 def pack(state: TrainingState, *, sharded: bool = False) -> dict[str, bytes | Writer]:
     """Return the files of a checkpoint, for `checkpoint.save`.
 
-    With `sharded`, the student and the optimizer are left out: the ranks write them. Tensors are copied
-    to the host one at a time while they are written.
+    With `sharded`, the student and the optimizer are left out, because each rank writes its part of them. Tensors
+    are copied to the host one at a time while they are written.
     """
     scalars = {"schema": SCHEMA} | {name: getattr(state, name) for name in SCALARS}
     tensors = {STUDENT_FILE: state.student, OPTIMIZER_FILE: state.optimizer}
@@ -77,16 +77,16 @@ def pack(state: TrainingState, *, sharded: bool = False) -> dict[str, bytes | Wr
 
 
 def sharded_tensors(state: TrainingState) -> dict[str, Tensor]:
-    """Return the tensors that `pack` leaves to the ranks, by the names in their files."""
+    """Return the tensors that `pack` leaves out with `sharded`, by their names in the `shard-*` files."""
     return {STUDENT_PREFIX + name: tensor for name, tensor in state.student.items()} | dict(
         state.optimizer
     )
 
 
-def take_part(files: Mapping[str, bytes | Writer]) -> None:
-    """Take part in gathering the tensors that the first rank writes, and keep nothing.
+def join_gathering(files: Mapping[str, bytes | Writer]) -> None:
+    """Join the collectives that gather the tensors for the first rank, and discard the gathered tensors.
 
-    This is a collective for every sharded tensor, in the order of the files.
+    There is one collective for every sharded tensor, in the order of the files.
     """
     for content in files.values():
         if not isinstance(content, bytes):
@@ -99,10 +99,10 @@ class _DiscardingSink:
 
 
 def unpack(checkpoint: VerifiedCheckpoint, *, numbers: bool = True) -> TrainingState:
-    """Read a verified checkpoint back, with tensors on the CPU. If not `numbers`, the values of a sharded checkpoint
-    are not read: its tensors have shape and dtype alone, on the meta device.
+    """Read a verified checkpoint back, with tensors on the CPU. Without `numbers`, the tensors of a sharded checkpoint
+    are on the meta device: only their shapes and dtypes are read.
 
-    Raises CheckpointError when it is not a training state.
+    Raises CheckpointError if the checkpoint is not a training state.
     """
     expected = {STUDENT_FILE, OPTIMIZER_FILE, RNG_FILE, STATE_FILE}
     names = {name for name in checkpoint.files if not is_part(name)}
@@ -115,7 +115,9 @@ def unpack(checkpoint: VerifiedCheckpoint, *, numbers: bool = True) -> TrainingS
     if not isinstance(scalars, dict) or scalars.keys() != fields or scalars["schema"] != SCHEMA:
         raise _mismatch(where, f"schema {SCHEMA} with {sorted(fields)}", "other content")
     if scalars["step"] != checkpoint.step:
-        raise _mismatch(where, f"step {checkpoint.step}, as the checkpoint", str(scalars["step"]))
+        raise _mismatch(
+            where, f"step {checkpoint.step}, as in the folder's name", str(scalars["step"])
+        )
     path = checkpoint.path
     student, optimizer = _read_sharded(path, numbers) if sharded else _read_whole(path)
     return TrainingState(
@@ -130,7 +132,7 @@ _Tensors: TypeAlias = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
 def _read_whole(path: Path) -> _Tensors:
-    # The files are mapped: a tensor that is not read costs nothing.
+    # The files are memory-mapped: tensors that are not used are not read.
     return load_file(path / STUDENT_FILE), load_file(path / OPTIMIZER_FILE)
 
 
@@ -144,7 +146,7 @@ class TensorWriter:
     """Writes named tensors as one safetensors file, copying one tensor at a time to host memory."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        # Wide elements first, so that every tensor starts at a multiple of its own element size.
+        # Largest elements first, so that every tensor starts at a multiple of its element size.
         self._tensors = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
         named = [(name, dtype_code(tensor.dtype), tensor.shape) for name, tensor in self._tensors]
         self._header = header_bytes(named, spaced=True)
@@ -167,14 +169,14 @@ SCALARS = (
 )  # fmt: skip
 """Fields of a `TrainingState` that state.json holds, in addition to its schema."""
 ADAMW_KEYS = ("exp_avg", "exp_avg_sq", "step")
-"""AdamW's state for each parameter that it has updated."""
+"""Names of AdamW's state tensors for each parameter that it has updated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingState:
     """Everything that the next optimizer step depends on.
 
-    The tensors of a state from `capture` are the live ones: write them before the next step.
+    `capture` copies no tensors, so write its result before the next step changes them.
     """
 
     step: int
@@ -182,15 +184,15 @@ class TrainingState:
     seed: int
     spec_sha256: str
     position: Mapping[str, int]
-    """Where the data source continues, in its own format."""
+    """The position in the data: `rows`, the number of rows taken."""
     best_held_out_loss: float | None
     """Nats; None before the first evaluation."""
     student: Mapping[str, Tensor]
     tied: Mapping[str, str]
-    """The second name of each tied tensor, with the first name, under which `student` holds it."""
+    """The second name of each tied tensor, mapped to its first name, which is its key in `student`."""
     optimizer: Mapping[str, Tensor]
     unmoved: tuple[str, ...]
-    """Parameters for which the optimizer has no state: frozen ones, and all of them before the first step."""
+    """Parameters for which the optimizer has no state, such as all parameters before the first step."""
     rng: Mapping[str, Tensor]
 
 
@@ -247,7 +249,7 @@ def capture_trainer(
 
 
 def check_fits(state: TrainingState, trainer: Trainer) -> None:
-    """Raise CheckpointError as `restore` would, and change nothing."""
+    """Raise CheckpointError if `restore` would, without changing anything."""
     _check_state(state, trainer.student, trainer.optimizer)
 
 
@@ -261,8 +263,8 @@ def restore_trainer(state: TrainingState, trainer: Trainer) -> None:
 def restore(state: TrainingState, model: nn.Module, optimizer: torch.optim.AdamW) -> None:
     """Restore a state into a live model and its optimizer, and set the random number generators.
 
-    Raises CheckpointError, before anything is changed, that lists every missing, unexpected or misshapen
-    name.
+    Raises CheckpointError, before anything is changed, with a list of all missing and unexpected tensors and of
+    those with another shape or dtype.
     """
     generators = _check_state(state, model, optimizer)
     student, _ = _named_tensors(model)
@@ -279,7 +281,7 @@ def restore(state: TrainingState, model: nn.Module, optimizer: torch.optim.AdamW
     for name, parameter in parameters.items():
         if name in state.unmoved:
             continue
-        # AdamW counts steps on the host unless the whole update runs on the device
+        # AdamW keeps its step counter on the host unless it is fused or capturable.
         counter = parameter.device if on_device[id(parameter)] else torch.device("cpu")
         optimizer.state[parameter] = {
             "step": state.optimizer[f"step/{name}"].to(counter, copy=True),
@@ -296,7 +298,7 @@ def restore(state: TrainingState, model: nn.Module, optimizer: torch.optim.AdamW
 def _check_state(
     state: TrainingState, model: nn.Module, optimizer: torch.optim.AdamW
 ) -> dict[str, torch.device]:
-    """Check that a state fits the run, and return the device of each random number generator by its name.
+    """Check that a state fits the run, and return the device of each random number generator by the generator's name.
 
     Raises CheckpointError if the state does not fit.
     """
@@ -375,7 +377,7 @@ def _differences(what: str, saved: Mapping[str, Tensor], live: Mapping[str, Tens
 
 
 def _like(parameter: Tensor, value: Tensor) -> Tensor:
-    """Copy a value with the parameter's device, memory layout and sharding, as AdamW allocates its moments."""
+    """Return a copy of `value` with the parameter's device, memory layout and sharding, like the moments of AdamW."""
     like = torch.empty_like(parameter, memory_format=torch.preserve_format)
     put(like, value)
     return like

@@ -1,4 +1,4 @@
-"""Write and delete checkpoints so that each is either complete or refused by name. No torch.
+"""Write and delete checkpoints so that each one is either complete or recognised as incomplete. No torch.
 
     <folder>/                          one directory, one filesystem, one writer
       step-00001000/                   published
@@ -8,32 +8,32 @@
       step-00000500.trash-<pid>/       being deleted
       step-00001500.refused-<pid>/     did not verify and was set aside
 
-Saving requires free space of 1.5 times the size. Then: mkdir the partial folder; create each file
-exclusively, write, fsync and close it; write the manifest last, in the same way; fsync the partial
-folder; one rename; fsync the parent. When `save` returns, all of it is on disk, and the caller may
-acknowledge it. A crash before the rename leaves a partial folder that nothing reads and the next save
-removes. A crash after it may leave a checkpoint that is published but was never acknowledged, which is
-allowed; the reverse cannot happen. A published step is never written again.
+Saving requires free space of 1.5 times the checkpoint's size. `save` then takes these steps: mkdir the partial
+folder; create each file exclusively, write, fsync and close it; write the manifest last, in the same way; fsync the
+partial folder; rename it; fsync the parent. When `save` returns, the checkpoint is on disk, and the caller may log
+it. A crash before the rename leaves a partial folder, which nothing reads and which the next save removes. A crash
+after the rename may leave a checkpoint that is published but not logged; a logged checkpoint is always published. A
+published step is never written again.
 
-The caller must ensure that there is one writer per folder, as the lock of the run's log does: partial folders
-that are found are deleted.
+The caller must ensure that there is one writer per folder, as the lock of the run's log does: `save` deletes the
+partial folders of other processes.
 
-Covered: death or an I/O error at any operation, loss of bytes that were not fsynced, bit rot. Not
-covered: a disk that lies about fsync.
+Covered: death of the process or an I/O error at any operation, loss of bytes that were not fsynced, bit rot. Not
+covered: a disk that reports an fsync as done when it is not.
 
 All operating-system calls that change a checkpoint folder go through `FileCalls`, so a test can fail any
 one of them, or cut the power after it.
 
 Retention:
 
-    published                 the newest `keep_last`, the explicitly kept steps, and the newest that
+    published                 the newest `keep_last`, the explicitly kept steps, and the newest one that
                               verifies are kept
-      -> .trash-<pid>         being deleted: no longer published, whatever is left of it
+      -> .trash-<pid>         being deleted, and no longer published
       -> .refused-<pid>       did not verify: its files are kept, and its step can be saved again
     .partial-<pid>            being written, or abandoned by a process that died
 
-A folder is renamed before any of its files is deleted, so a crash never leaves half a checkpoint. Folders
-that earlier processes left half written or half deleted are removed with the next change.
+A folder is renamed before any of its files is deleted, so a crash never leaves a published checkpoint incomplete.
+Folders that earlier processes left half written or half deleted are removed by the next `save` or `prune`.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ OS_CALLS = FileCalls()
 
 
 def sync_folder(path: Path, calls: FileCalls) -> None:
-    """fsync a folder, so that the names in it are on disk: without this, a crash can lose a synced file's
-    name.
+    """fsync a folder, so that the names in it are on disk. Without it, a crash can lose the name of a file that was
+    fsynced.
     """
     descriptor = calls.open_folder(path)
     try:
@@ -121,12 +121,12 @@ def prune(
     good: Path | None = None,
     calls: FileCalls = OS_CALLS,
 ) -> tuple[int, ...]:
-    """Delete old checkpoints and return their steps: all but the newest `keep_last` and the steps in
-    `keep`.
+    """Delete all checkpoints except the newest `keep_last` and the steps in `keep`, and return the deleted steps.
 
-    The newest checkpoint that verifies is never deleted, and when none verifies nothing is deleted; `good`
-    was verified already. Each is renamed to `.trash` first, so that a crash never leaves half a checkpoint.
-    Call this only after a save that returned. It stops at the first I/O error with CheckpointError or DiskFull.
+    The newest checkpoint that verifies is never deleted, and if none verifies, nothing is deleted. `good` is a
+    checkpoint that was verified already. Each folder is renamed to `.trash` first, so that a crash never leaves a
+    published checkpoint incomplete. Call this only after a save has returned. Raises CheckpointError or DiskFull at
+    the first I/O error.
     """
     paths = list(published(folder))
     candidates = [path for path in paths[keep_last:] if step_of(path) not in keep]
@@ -150,13 +150,13 @@ def prune(
         kind = DiskFull if error.errno in NO_ROOM else CheckpointError
         raise kind(
             f"checkpoint retention: {folder} — expected to delete old steps, found {error};"
-            " the newest is as it was"
+            " the newest checkpoint is unchanged"
         ) from error
     return tuple(removed)
 
 
 def set_aside(path: Path, *, calls: FileCalls = OS_CALLS) -> Path:
-    """Rename a refused checkpoint so that its step can be saved again, keeping its files; return the new path."""
+    """Rename a refused checkpoint, so that its step can be saved again and its files are kept. Return the new path."""
     target = path.with_name(f"{path.name}.refused-{os.getpid()}")
     try:
         calls.rename(path, target)
@@ -167,7 +167,7 @@ def set_aside(path: Path, *, calls: FileCalls = OS_CALLS) -> Path:
 
 
 def sweep(folder: Path, calls: FileCalls) -> None:
-    """Delete what earlier processes left half written or half deleted, and what this process failed to delete."""
+    """Delete the folders that this or an earlier process left half written or half deleted."""
     for entry in sorted(folder.iterdir()):
         if not _LEFTOVER.fullmatch(entry.name) or entry.is_symlink() or not entry.is_dir():
             continue
@@ -175,7 +175,7 @@ def sweep(folder: Path, calls: FileCalls) -> None:
 
 
 def remove_partial(partial: Path, calls: FileCalls) -> None:
-    """Delete a failed partial folder. An I/O error here must not hide the one that is being reported."""
+    """Delete the partial folder of a failed save. An I/O error here must not hide the error of the save."""
     with contextlib.suppress(OSError):
         _delete_tree(partial, calls)
 
@@ -202,11 +202,11 @@ class Sink(Protocol):
 
 
 class Writer(Protocol):
-    """Content that is written piece by piece, so that it need not be in memory all at once."""
+    """File content that is written in chunks, so that it need not be in memory all at once."""
 
     @property
     def size_bytes(self) -> int:
-        """Exactly how many bytes `write_to` will write; the free space is checked against it first."""
+        """Exact number of bytes that `write_to` writes; the free space is compared with it first."""
         ...
 
     def write_to(self, sink: Sink) -> None: ...
@@ -229,7 +229,7 @@ class Saved:
 
     path: Path
     bytes: int
-    """Size of data files and manifest together."""
+    """Size of the data files and the manifest together."""
     seconds: float
     manifest_sha256: str
 
@@ -249,9 +249,9 @@ def save(
     checkpoint.
 
     Raises DiskFull when there is not enough space, before or during the write, and CheckpointError for
-    any other I/O error or when the step is already published. After either, no partial folder is left
-    (unless deleting it fails too; the next save retries) and every earlier checkpoint is unchanged. An
-    exception of a Writer propagates, after the same clean-up.
+    any other I/O error or when the step is already published. After an error, the partial folder is deleted
+    (if that fails too, the next save retries), and every earlier checkpoint is unchanged. An exception of a
+    Writer propagates after the same clean-up.
     """
     began = time.monotonic()
     final = folder / folder_name(step)
@@ -263,7 +263,7 @@ def save(
             sync_folder(folder.parent, calls)
         if os.path.lexists(final):
             raise CheckpointError(
-                f"checkpoint: {final} — expected a step that is not saved yet, found one published"
+                f"checkpoint: {final} — expected a step that is not saved yet, found it published"
             )
         sweep(folder, calls)
         size = sum(map(_size_bytes, files.values()))
@@ -311,7 +311,7 @@ def _write_file(path: Path, content: bytes | Writer, calls: FileCalls) -> FileRe
 
 
 class _HashingSink:
-    """Writes all bytes given to it, and keeps their digest and size. They are hashed in another thread meanwhile."""
+    """Writes all bytes given to it, and hashes them in another thread at the same time."""
 
     def __init__(self, descriptor: int, calls: FileCalls, hasher: Executor) -> None:
         self.digest = hashlib.sha256()
@@ -326,7 +326,7 @@ class _HashingSink:
         self.size += len(view)
         written = 0
         try:
-            while written < len(view):  # one write call takes at most 2 GiB, and may take less
+            while written < len(view):  # a write call writes at most 2 GiB, and may write less
                 written += self._calls.write(self._descriptor, view[written:])
         finally:
             # The caller may overwrite the data after `write` returns.
@@ -358,8 +358,8 @@ def _save_error(
     size = sum(map(_size_bytes, files.values()))
     if error.errno in NO_ROOM:
         return DiskFull(
-            f"checkpoint: {folder} — expected room for {size} bytes, found {error};"
-            " earlier checkpoints are as they were",
+            f"checkpoint: {folder} — expected space for {size} bytes, found {error};"
+            " earlier checkpoints are unchanged",
             hint="free some space, or raise the quota, or keep fewer checkpoints",
         )
     state = (
@@ -367,5 +367,5 @@ def _save_error(
     )
     return CheckpointError(
         f"checkpoint: {final} — expected to write {size} bytes, found {error}; {state},"
-        " earlier checkpoints are as they were"
+        " earlier checkpoints are unchanged"
     )

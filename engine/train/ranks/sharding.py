@@ -1,8 +1,8 @@
 """Shard the student over several GPUs for training, and gather a full copy of it for everything else.
 
-Checks, evaluations and saved files need a plain model. The student is unsharded until the first step and
-is checked in that form. After that, a full copy is gathered whenever one is needed. This costs one pass
-over the weights and confines the rules of sharding to the step.
+Checks, evaluations and saved files need an unsharded model. The student is unsharded until the first step, and
+the first-minute checks run on it. After that, a full copy is gathered for each evaluation and each saved student.
+A copy costs one pass over the weights; in return, only the step has to handle sharded tensors.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from engine.spec import RunSpec
 from engine.train.checkpoint.state import capture_trainer, restore_trainer
 from engine.train.trainer import Trainer
 
-SAMPLED = 1024
-"""Number of evenly spaced elements of each tensor that ranks compare."""
+SAMPLED_ELEMENTS = 1024
+"""Approximate number of evenly spaced elements of each tensor that the ranks compare."""
 
 
 def check_same_weights(model: Decoder, what: str, ranks: Ranks) -> None:
@@ -31,14 +31,13 @@ def check_same_weights(model: Decoder, what: str, ranks: Ranks) -> None:
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         flat = tensor.detach().reshape(-1)
-        sample = flat[:: max(1, len(flat) // SAMPLED)].contiguous().cpu()
+        sample = flat[:: max(1, len(flat) // SAMPLED_ELEMENTS)].contiguous().cpu()
         digest.update(name.encode() + sample.view(torch.uint8).numpy().tobytes())
     digests = ranks.collect(digest.digest())
     if differing := [rank for rank, rank_digest in enumerate(digests) if rank_digest != digests[0]]:
         raise TrainingFailed(
-            f"rank {differing[0]} has another {what} than the first rank: expected the same weights on each before the "
-            "run goes on",
-            hint=f"compare the files of the {what}, and the seed it is drawn with, where each rank runs",
+            f"rank {differing[0]} has another {what} than the first rank: expected the same weights on every rank",
+            hint=f"compare the files of the {what}, or the seed of its fresh weights, on the hosts of these ranks",
         )
 
 
@@ -51,11 +50,11 @@ def shard_trainer(
     reshard: bool,
     entering: Callable[[], None],
 ) -> Trainer:
-    """Return an equivalent trainer whose student is sharded over the ranks, in place. A student with adapters stays
-    whole on each rank.
+    """Shard the student in place over the ranks, and return an equivalent trainer with it. A student with adapters
+    stays whole on each rank.
 
-    Until this call every rank holds the same full student and has done the same work. `build` makes a
-    trainer from the sharded student. `reshard` and `entering` are passed to `engine.runtime.ranks.shard`.
+    Until this call every rank holds the same full student and has done the same work. `build` returns a
+    trainer for the sharded student. `reshard` and `entering` are passed to `engine.runtime.ranks.shard`.
     """
     captured = capture_trainer(alone, spec)
     student = alone.student
@@ -81,8 +80,8 @@ def whole_student(student: Decoder) -> Decoder:
 def least_available(ranks: Ranks, own: Reading, device: torch.device) -> Reading:
     """Return the smallest available memory of any rank, with which every rank then plans.
 
-    Ranks that made different plans would launch different collectives. The result is absent when any rank
-    does not know its own. This is a collective.
+    Ranks with different plans would launch different collectives. The result is absent if any rank does not
+    know its available memory. This is a collective.
     """
     own_bytes = -1.0 if own.number is None else own.number
     all_R = ranks.gather(torch.tensor([own_bytes], dtype=torch.float64, device=device))
@@ -91,4 +90,4 @@ def least_available(ranks: Ranks, own: Reading, device: torch.device) -> Reading
         return own
     if min_bytes < 0:
         return absent("not known to every rank", own.source)
-    return measured(min_bytes, f"{own.source}, the least of {ranks.world} ranks")
+    return measured(min_bytes, f"{own.source}, the smallest of {ranks.world} ranks")

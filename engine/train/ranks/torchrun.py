@@ -1,19 +1,19 @@
 """`python -m engine.train.ranks.torchrun RUN --gpus N [--host PLACE]`: run one trainer process on each of N GPUs of
-this machine, or on this host's share of them, under torchrun's agent. A supervisor starts this in place of a single
-trainer.
+this machine, or on this host's share of N GPUs, under torchrun's agent. A supervisor starts this process in place of a
+single trainer.
 
     supervisor -> this agent -> N ranks, each `python -m engine.train RUN`
 
 - SIGTERM and SIGINT are forwarded to every rank; the ranks agree on the step after which they save and
   stop. The agent itself keeps running: torchrun's own handler would kill the ranks after 30 s, in the
   middle of a save.
-- A rank that dies ends the others, which would otherwise wait for it for ever. The run is not restarted
-  automatically. Which rank it was, and how it ended, is written to `ranks/lost.json`.
+- When a rank dies, the other ranks are ended, because they would wait for it for ever. The run is not restarted
+  automatically. The number of the dead rank, and how it ended, are written to `ranks/lost.json`.
 - A rank that hangs is identified by the beats (`engine.log.beats`): it has not done its part of a step that
-  others have done. When they have waited `compute.collective_timeout_s` for it, it is killed, and the run
-  ends. When the beats do not show it, because all ranks are in the same collective, the collectives time out,
-  and the first rank to give up is named.
-- When the supervisor dies, the ranks are asked to stop, and killed if they do not.
+  others have done. When the others have waited `compute.collective_timeout_s` for it, it is killed, and the run
+  ends. If all ranks hang in the same collective, the beats do not identify one. Then the collectives time out,
+  and the first rank whose collective timed out is reported.
+- When the supervisor dies, the ranks receive SIGTERM, and SIGKILL if they have not stopped after a time.
 - When this agent dies, the kernel sends each rank a SIGTERM (`die_with_parent`).
 """
 
@@ -54,9 +54,10 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 SHUTDOWN_S = 5
-"""Seconds that the other ranks get to exit when one has failed."""
+"""Time that the other ranks get to exit after one has failed, in seconds."""
 LEEWAY_S = 5.0
-"""Seconds to wait beyond a collective's own timeout, which has the better message where it works, as in gloo."""
+"""Time to wait beyond a collective's own timeout, in seconds. Where that timeout works, as in gloo, its error message
+is more precise than that of `HangWatch`."""
 _PR_SET_PDEATHSIG = 1
 RANK = "engine.train"
 """The module that each rank runs."""
@@ -87,7 +88,8 @@ def main() -> int:
 
 
 class HangWatch(threading.Thread):
-    """Kills those of this host's `ranks` for which the others have waited `limit_s` seconds, and sets `sentence`."""
+    """Kills each of this host's `ranks` for which the other ranks have waited `limit_s` seconds, and sets `sentence`,
+    which describes the hang."""
 
     def __init__(
         self, run: RunFolder, limit_s: float, ranks: range, interval_s: float = 1.0
@@ -103,7 +105,7 @@ class HangWatch(threading.Thread):
         while True:
             time.sleep(self.interval_s)
             beats, now_s = read_beats(self.run_folder), time.monotonic()
-            # If this process was itself suspended, it does not know what the ranks did meanwhile.
+            # While this process was suspended, it could not see whether the ranks advanced.
             suspended = now_s - read_s > self.interval_s + LEEWAY_S
             read_s = now_s
             late = [beat for beat in behind(beats) if beat.rank in self.ranks]
@@ -119,11 +121,11 @@ class HangWatch(threading.Thread):
 
 
 def launch(run: RunFolder, place: Place, ranks: range, flags: list[str], hangs: HangWatch) -> int:
-    """Run this host's `ranks` to their end and return the exit code of the first that failed.
+    """Run this host's `ranks` to their end and return the exit code of the first rank that failed.
 
-    The code is 128 + n when signal n ended that rank, and 0 when none failed.
+    The code is 128 + n when signal n ended that rank, and 0 when no rank failed.
     """
-    # A rank that waits for a dead one cannot finish its step, so it gets only this long to exit.
+    # A rank that waits for a dead one cannot finish its step, so it gets only SHUTDOWN_S to exit.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -134,17 +136,17 @@ def launch(run: RunFolder, place: Place, ranks: range, flags: list[str], hangs: 
         max_nodes=place.hosts,
         nproc_per_node=len(ranks),
         run_id=run.name,
-        # The first rank is on the first host, which has the run's own logs.
+        # A static rendezvous puts the first rank on the first host, where the run's logs are.
         rdzv_backend="static" if several_hosts else "c10d",
         rdzv_configs={"rank": place.number} if several_hosts else {},
         rdzv_endpoint=place.meet,
         local_addr=None if several_hosts else "127.0.0.1",
         max_restarts=0,
-        # SIGTERM and SIGINT, which ask a run to stop, are handled in this module.
+        # SIGTERM and SIGINT, which request a stop, are handled in this module.
         signals_to_handle="SIGQUIT",
     )
     python, *words = child.command(RANK, str(run.path), *flags, options=child.TRACEBACKS)
-    # The ranks get the environment of this process, which starts nothing else.
+    # The ranks inherit the environment of this process, which starts no other processes.
     environment = child.environment()
     os.environ.pop(child.PYTHONPATH, None)
     os.environ.update(environment)
@@ -154,17 +156,17 @@ def launch(run: RunFolder, place: Place, ranks: range, flags: list[str], hangs: 
         rank = _first_failed(failed.failures, _failure_times(run))
         failure = failed.failures[rank]
         codes = {failure.exitcode for failure in failed.failures.values()}
-        for asked in _asked[:1]:
-            as_asked = {128 + asked, -asked}
-            # Nothing is lost: the ranks stopped as requested, or were killed because another one had.
-            if codes & as_asked and codes <= as_asked | {-signal.SIGKILL}:
-                return 128 + asked
-        # The ranks of another host were asked to stop, and these agreed to.
+        for requested in _stop_signals[:1]:
+            as_requested = {128 + requested, -requested}
+            # No rank was lost: the ranks stopped as requested, or were killed because another rank had stopped.
+            if codes & as_requested and codes <= as_requested | {-signal.SIGKILL}:
+                return 128 + requested
+        # The request to stop was received on another host, and the ranks of this host stopped with the others.
         if several_hosts and codes in ({EXIT_TERMINATED}, {EXIT_INTERRUPTED}):
             return codes.pop()
         lost = _lost_rank(run, rank, failure.pid, failure.exitcode, hangs.sentence)
         say(lost.sentence)
-        # A rank that another host has lost comes first, unless this one could not record why it ended.
+        # Keep the record of a rank that another host has lost, unless a signal ended this host's rank.
         if read_lost_rank(run) is None or lost.returncode < 0:
             write_lost_rank(run, lost)
         code = failure.exitcode
@@ -189,14 +191,14 @@ def _failure_times(run: RunFolder) -> dict[int, float]:
 
 
 def _first_failed(failures: Mapping[int, ProcessFailure], recorded: Mapping[int, float]) -> int:
-    """Return the rank that failed first, by the times that the ranks recorded: torchrun has whole seconds, and a rank
-    that loses another fails within milliseconds. A rank without a record was killed before it could write one."""
+    """Return the rank that failed first, by the times that the ranks recorded. torchrun's times are whole seconds, but
+    a rank fails within milliseconds after another one. A rank without a record was killed before it could write one."""
 
     def when(rank: int) -> tuple[float, int]:
         failure = failures[rank]
         if rank in recorded:
             return recorded[rank], rank
-        # The agent itself ends the remaining ranks by SIGTERM.
+        # SIGTERM is what the agent sends to the remaining ranks.
         by_agent = failure.exitcode == -signal.SIGTERM
         return failure.timestamp + (1.0 if by_agent else -1.0), rank
 
@@ -218,7 +220,7 @@ def _lost_rank(
     sentence = f"rank {rank} (process {pid}) {how}"
     beats = read_beats(run)
     late = behind(beats)
-    # A rank that gave up waiting is not the one that failed.
+    # A rank whose wait for another rank timed out is not the cause.
     if hang is not None and rank in {beat.rank for beat in late}:
         sentence = f"{hang}; it was ended"
     elif late and rank not in {beat.rank for beat in late}:
@@ -228,20 +230,20 @@ def _lost_rank(
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to send SIGTERM to this process when its parent dies."""
+    """Make the kernel send SIGTERM to this process when its parent dies."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 
-_asked: list[int] = []
-"""The signals received so far that ask for a stop."""
+_stop_signals: list[int] = []
+"""The signals received so far that request a stop."""
 
 
 def _forward(number: int, _frame: FrameType | None) -> None:
-    _asked.append(number)
+    _stop_signals.append(number)
     if not _children():
-        # No rank was started yet and none will be, so nothing could be saved.
+        # No rank has been started, so there is nothing to save.
         os._exit(128 + number)
     _send(number)
 
@@ -253,7 +255,7 @@ def _send(number: int) -> None:
 
 
 def _children() -> list[int]:
-    """Return the pids of the ranks: this process has no other children."""
+    """Return the pids of the ranks, the only children of this process."""
     pids: list[int] = []
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):
@@ -264,7 +266,7 @@ def _children() -> list[int]:
 def _end_with_supervisor(keep_alive_fd: int) -> None:
     # Nothing is ever written to this pipe: `read` returns when its last writer has closed it.
     os.read(keep_alive_fd, 1)
-    say("the supervisor is gone: the ranks are asked to save and stop")
+    say("the supervisor is gone: requesting all ranks to save and stop")
     _send(signal.SIGTERM)
     time.sleep(GRACE_S)
     _send(signal.SIGKILL)

@@ -20,7 +20,7 @@ from engine.spec import load_spec
 from engine.teachers.store.folder import open_store, shard_path
 from engine.teachers.store.keys import CacheError
 from engine.teachers.store.write import StorePlan
-from engine.train.prepare import Wanted, plan_job
+from engine.train.prepare import PrepareOptions, plan_job
 from engine.train.stop_request import StopRequest
 from tests.support import faults
 from tests.support.kit import Kit
@@ -193,7 +193,7 @@ def test_a_store_of_something_else_is_not_mixed_with_this(
     spec: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     def plan(*sets: str, **wanted: object) -> StorePlan:
-        asked = Wanted(out=undisturbed, **wanted)  # type: ignore[arg-type]
+        asked = PrepareOptions(out=undisturbed, **wanted)  # type: ignore[arg-type]
         return plan_job(load_spec(spec, list(sets))[0], asked).plan
 
     assert plan().missing == 0
@@ -239,7 +239,7 @@ def test_equal_rows_are_stored_once(kit: Kit, tmp_path: Path) -> None:
         text = "x = 1\n" * 400 + f"# {index}\n"
         (tmp_path / "corpus" / f"{index}.py").write_text(text)
     spec = kit.spec(tmp_path, data__corpus=str(tmp_path / "corpus"), train__steps=30)
-    job = plan_job(load_spec(spec)[0], Wanted(out=tmp_path / "s"))
+    job = plan_job(load_spec(spec)[0], PrepareOptions(out=tmp_path / "s"))
     assert job.plan.repeated > job.plan.missing > 0
     done = make_store(spec, tmp_path / "s")
     assert done.rows == job.plan.missing == len(open_store(tmp_path / "s"))

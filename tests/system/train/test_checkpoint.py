@@ -426,7 +426,7 @@ def test_a_plain_file_named_like_a_step_is_refused(tmp_path: Path) -> None:
 def test_a_published_step_is_never_overwritten(tmp_path: Path) -> None:
     save(tmp_path, 1, files(1))
     before = verify(tmp_path / "step-00000001")
-    with pytest.raises(CheckpointError, match="found one published"):
+    with pytest.raises(CheckpointError, match="found it published"):
         save(tmp_path, 1, files(2))
     assert verify(tmp_path / "step-00000001") == before
     assert names(tmp_path) == ["step-00000001"]

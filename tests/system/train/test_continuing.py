@@ -115,7 +115,7 @@ def test_an_untouched_run_is_told_nothing_of_missing_checkpoints(
 ) -> None:
     run = copied(saved, tmp_path)
     assert go_on(run) == 0
-    assert not [note for note in Follower(run).read_all().notes if "was safe" in note.text]
+    assert not [note for note in Follower(run).read_all().notes if "was saved" in note.text]
 
 
 def test_a_damaged_newest_checkpoint_names_the_option_that_goes_on(
@@ -181,9 +181,9 @@ def test_a_newest_checkpoint_that_is_gone_is_told_and_a_resume_that_a_check_stop
     (run.checkpoints / "step-00000006").with_suffix(".mine").mkdir()
     kept = steps_saved(run)
     stopped = engine_here("distill", "--resume", run.path)
-    assert "a checkpoint of step 6 was safe" in stopped.stderr
+    assert "a checkpoint of step 6 was saved" in stopped.stderr
     view = Follower(run).read_all()
-    notes = [note.text for note in view.notes if "step 6 was safe" in note.text]
+    notes = [note.text for note in view.notes if "step 6 was saved" in note.text]
     assert len(notes) == 1 and "the run resumes from step 4" in notes[0]
 
     assert stopped.returncode == 1 and "check weights_alive" in stopped.stderr

@@ -439,7 +439,9 @@ def test_a_change_that_was_written_down_but_not_made_is_refused(run: Path) -> No
     made = {"key": "train.lr", "was": 0.0003, "is": 0.0001, "spec_sha256": effective["spec_sha256"]}
     (run / "effective.json").write_text(json.dumps(effective | {"changes": [made]}))
     done = engine_here("distill", "--resume", run)
-    assert done.returncode == 65 and "train.lr = 0.0001, as it was changed to" in done.stderr
+    assert (
+        done.returncode == 65 and "train.lr = 0.0001, to which a resume changed it" in done.stderr
+    )
 
 
 def test_versions_that_are_the_same_are_not_worth_a_word() -> None:

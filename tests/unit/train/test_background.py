@@ -61,7 +61,7 @@ def test_a_run_that_ends_waits_for_no_further_tensor(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(background, "tensors_sha256", slow)
     found = ModelHash(Tensors(decoder()), ready, lines.append)
     assert begun.wait(60)
-    stopping = threading.Thread(target=found.give_up)
+    stopping = threading.Thread(target=found.cancel)
     stopping.start()
     while not found._stop.is_set():
         pass

@@ -260,7 +260,7 @@ def test_a_checkpoint_with_other_files_or_another_step_is_not_a_training_state(
     save(tmp_path / "b", 6, pack(state_of(*build(0), step=5)))
     found = newest(tmp_path / "b")
     assert found is not None
-    with pytest.raises(CheckpointError, match="expected step 6, as the checkpoint, found 5"):
+    with pytest.raises(CheckpointError, match="expected step 6, as in the folder's name, found 5"):
         unpack(found)
 
 
