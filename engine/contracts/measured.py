@@ -1,12 +1,12 @@
-"""Receipts: what running a contract measured, each bound to that contract and to the code it tests.
+"""Receipts: the measured results of running a contract, each bound to that contract and to the code it tests.
 
-A receipt holds no verdict. It records what was run with which arguments, under which versions, how it ended
-and what it counted. `status.answer_of` computes the verdict each time, so a level cannot be written into
-a receipt by hand. Two hashes bind it: that of the contract's file, and that of the code: the modules that the
-contract binds and plants bugs in, its tests, and its proofs, with the helpers that they import. When one of
-them has changed since, the result is Unknown(WitnessStale), whatever was counted.
+A receipt holds no verdict. It records the command, the versions, how the process ended, and the counts of results.
+`status.answer_of` computes the verdict each time, so a level cannot be written into a receipt by hand. Two hashes
+bind a receipt: that of the contract's file, and that of the code: the modules that the contract binds and plants bugs
+in, its tests and its proofs, with the helpers that they import. If one of these files has changed since, the result is
+Unknown(WitnessStale), whatever the counts.
 
-Not covered: versions of libraries (they are recorded), and code that bound code calls.
+The hashes do not cover versions of libraries (they are recorded), nor code that bound code calls.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SCHEMA = "apr-workbench/contract-receipts/1"
 FOLDER = Path("evidence/contracts")
 
 WAS_PLANTED = "planted"
-"""The result of a planted bug that was loaded."""
+"""Result of a planted bug whose module was loaded."""
 VALID, TEST, PROOF, PLANTED = "valid", "test", "proof", "planted"
 _PACKAGES = (
     "pytest",
@@ -46,18 +46,18 @@ _PACKAGES = (
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     check: str
-    """The id of the test, proof or planted bug; `valid` for the file itself."""
+    """Id of the test, proof or planted bug; `valid` for the check of the file itself."""
     kind: str
     contract_sha256: str
     code_sha256: str
     tools: dict[str, str | None]
     argv: list[str]
     rc: int | None
-    """The exit status of the process; None when it was stopped at its time limit."""
+    """Exit status of the process; None if it was stopped at its time limit."""
     counts: dict[str, dict[str, int]]
-    """For each test: collected, passed, failed, errors, skipped, xfailed. For a proof: cases."""
+    """For each test, counts of collected, passed, failed, errors, skipped and xfailed; for a proof, of cases."""
     result: str
-    """The result that a prover or a planted bug reported."""
+    """Result that a proof or a planted bug reported; empty for a test."""
     detail: str
     duration_s: float
     host: dict[str, Any]
@@ -114,7 +114,7 @@ def host() -> dict[str, Any]:
 
 
 def write_receipts(folder: Path, contract: str, receipts: list[Receipt]) -> Path:
-    """Write the receipts of a contract in place of those of an earlier run."""
+    """Write the receipts of a contract, replacing those of an earlier run."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{contract}.json"
     raw = msgspec.json.encode(Receipts(schema=SCHEMA, contract=contract, receipts=receipts))
@@ -123,8 +123,8 @@ def write_receipts(folder: Path, contract: str, receipts: list[Receipt]) -> Path
 
 
 def read_receipts(folder: Path, contract: str) -> dict[str, Receipt]:
-    """Read the receipts of a contract by check; empty when it has not run. Raises BadInput for a file that
-    does not have the written form."""
+    """Read the receipts of a contract by check; empty if it has not run. Raises BadInput if the file is
+    malformed."""
     path = folder / f"{contract}.json"
     if not os.path.lexists(path):
         return {}
@@ -133,7 +133,7 @@ def read_receipts(folder: Path, contract: str) -> dict[str, Receipt]:
         stored = msgspec.json.decode(raw, type=Receipts)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadInput.expected(
-            "receipts", path, "what `engine contracts run` writes", str(error)
+            "receipts", path, "receipts as `engine contracts run` writes them", str(error)
         ) from None
     if stored.schema != SCHEMA or stored.contract != contract:
         raise BadInput.expected(

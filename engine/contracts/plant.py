@@ -1,9 +1,9 @@
-"""Plant one bug in every Python process that is started. This file is copied as `sitecustomize.py` into a
-folder of its own at the head of PYTHONPATH, so that it runs before any module of the engine is loaded.
+"""Plant one bug in every Python process that a test run starts. This file is copied as `sitecustomize.py` into a
+folder at the head of PYTHONPATH, so that it runs before any module of the engine is loaded.
 
 `APR_PLANTED` names a JSON file: module, replace, with, seen. The module's source is changed in memory while
-it is loaded; no file of the project is touched, and no changed byte code is stored. Loading the module
-appends to the file `seen`: a bug that no test loaded was not planted. Standard library only.
+it is loaded; no file of the project is touched, and no changed bytecode is stored. Loading the module appends to the
+file `seen`; without this file no test has loaded the changed module. Uses the standard library only.
 """
 
 import importlib.machinery

@@ -1,6 +1,6 @@
 """The result of a proof harness, and the process that runs one.
 
-A harness is a function without arguments that returns a `Proved`. A solver that gives up proves nothing.
+A harness is a function without arguments that returns a `Proved`. If the solver gives up, the result is unknown.
 
     python -m engine.contracts.proving contracts.proofs.allocator:every_wish
 """
@@ -25,7 +25,7 @@ class Proved:
 
 
 def main(reference: str) -> int:
-    # Harnesses and the tests' helpers are modules of the project, which the current folder holds.
+    # Harnesses and test helpers are imported from the project, which is the current folder.
     sys.path.insert(0, str(Path.cwd()))
     module, _, name = reference.partition(":")
     try:

@@ -1,9 +1,9 @@
-"""A pytest plugin that is loaded by name into the processes that run tests of contracts. It keeps the
-requested tests and records the outcome of each.
+"""A pytest plugin for the processes that run the tests of contracts. It deselects all tests that were not requested,
+and records the outcome of the others.
 
 The environment configures it: `APR_CONTRACT_NODES` holds the requested nodes, one per line, and
-`APR_CONTRACT_REPORT` the file to write. A node includes all of its parameters, and a class everything in it.
-With `APR_CONTRACT_MUTATED`, the first failure of a node is enough and the rest of it is skipped.
+`APR_CONTRACT_REPORT` the path of the report. A function's node includes all of its parameters, and a class's node all
+of its tests. With `APR_CONTRACT_MUTATED`, the tests of a node are skipped after its first failure.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         outcome["outcome"] == "failed" and _requested_node(id_) == node
         for id_, outcome in _outcomes.items()
     ):
-        pytest.skip("this planted bug was seen already")
+        pytest.skip("this node has already failed with the planted bug")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     outcome, known = _outcome(report), _outcomes.get(report.nodeid)
-    # The call decides the outcome, unless setup or teardown fails.
+    # The outcome is that of the call, unless setup or teardown fails.
     if outcome is not None and (known is None or known["outcome"] == "passed"):
         _outcomes[report.nodeid] = {"outcome": outcome, "detail": _detail(report)}
 

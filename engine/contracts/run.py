@@ -1,10 +1,10 @@
-"""Running contracts: their tests, their proofs, and then each planted bug, which must be caught.
+"""Run contracts: their tests, their proofs, and then each planted bug, which must make its tests fail.
 
-One process runs all tests of a contract, and one more process runs for every planted bug. Each is started in
-a session of its own, has a time limit, and is killed with everything that it started. It inherits this
-process's environment without the settings of the engine (`APR_*` and its aliases), so that the result depends
-on the code and not on the shell. A check that was not reached has no receipt, which means Unknown(NotRun).
-Nothing here decides a verdict: receipts hold what was counted.
+One process runs all tests of a contract, one runs each proof, and one runs the tests of each planted bug. Every process
+has its own session and a time limit, and is killed with everything that it started. It inherits this process's
+environment without the settings of the engine (`APR_*` and its aliases), so that the result depends on the code and not
+on the shell. A check that was not reached has no receipt, which means Unknown(NotRun). Nothing here decides a verdict:
+receipts hold counts.
 """
 
 from __future__ import annotations
@@ -37,30 +37,31 @@ TESTS_LIMIT_S = 900.0
 _TAIL = 400
 """Maximum length of the last line of an output, in characters."""
 _NOT_INHERITED = ("APR_", "PYTEST_", "MANAGED_MEMORY", "PYTHONPATH")
-"""Prefixes of environment variables that a shell, or a test that runs contracts, may have set."""
+"""Prefixes of environment variables that are not passed on: a shell, or a test that runs contracts, may have set them.
+"""
 _TEMPORARY_NAMES = (
     r"(?:pytest-of-[\w.-]*(?:/pytest-\d*)?/?|apr-contract-\w*/?|tmp[a-z0-9_]{8}(?![\w.-])/?)?"
 )
-"""Names that pytest, tempfile and a run of a contract give in the folder of temporary files. A text that was cut
-may end within it."""
+"""Pattern of the names that pytest, tempfile and a run of a contract create in the folder of temporary files. A
+truncated message may end within a name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Runner:
     root: Path
     folder: Path
-    """The folder where receipts are stored."""
+    """Folder of the receipts."""
     tell: Callable[[str], None]
 
     def run(self, contracts: Sequence[Contract], jobs: int = 1) -> None:
-        """Run each contract and write its receipts. Processes do the work; `jobs` contracts run at once."""
+        """Run each contract and write its receipts, `jobs` contracts at a time."""
         with ThreadPoolExecutor(max_workers=jobs) as pool:
-            # Build a list, so that the first error is raised here.
+            # `list` waits for all of them and raises the first error.
             list(pool.map(self._run_one, contracts))
 
     def _run_one(self, contract: Contract) -> None:
         begin = time.perf_counter()
-        # Receipts carry the code's hash at the start: code that changes meanwhile makes them stale.
+        # Receipts get the code's hash of the start, so that code that changes during the run makes them stale.
         code_sha256 = code_hash(contract, Sources(self.root))
         receipts = list(
             self._receipts(contract, functools.partial(_receipt, contract, code_sha256))
@@ -69,7 +70,7 @@ class Runner:
         self.tell(f"{contract.id}: {len(receipts)} checks in {time.perf_counter() - begin:.1f} s")
 
     def _receipts(self, contract: Contract, receipt: Callable[..., Receipt]) -> Iterator[Receipt]:
-        # The file was read without an error: a contract with errors is not run.
+        # A contract reaches this line only if its file has no errors.
         validated = Ran(argv=["validate"], rc=0)
         yield receipt(kinds.VALID, kinds.VALID, validated, {"problems": {"errors": 0}})
         if contract.active:
@@ -123,8 +124,8 @@ def _receipt(
 
 
 def without_machine(text: str, root: Path) -> str:
-    """Remove paths of this machine from a text. The project becomes `.`, and `TMP/` is the folder of
-    temporary files with what pytest or tempfile created there, whose names differ in each run."""
+    """Replace paths of this machine in a text: the project's by `.`, and by `TMP/` the folder of temporary files,
+    including names of pytest and tempfile, which differ in each run."""
     folders = {"/tmp", tempfile.gettempdir(), os.path.realpath(tempfile.gettempdir())}
     text = text.replace(str(root), ".")
     for folder in sorted(folders, key=len, reverse=True):
@@ -148,7 +149,7 @@ class Ran:
 
 
 def start(arguments: Sequence[str], root: Path, limit_s: float, env: dict[str, str]) -> Ran:
-    """Run `python ARGUMENTS` in the project."""
+    """Run `python ARGUMENTS` in the project, for at most `limit_s` seconds."""
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith(_NOT_INHERITED)
     }
@@ -177,7 +178,7 @@ def start(arguments: Sequence[str], root: Path, limit_s: float, env: dict[str, s
         process.wait()
         raise
     took_s = time.perf_counter() - begin
-    # Receipts contain no path of the machine.
+    # Receipts must not contain paths of this machine.
     argv = ["python", *(a.replace(str(root), ".") for a in arguments)]
     return Ran(argv=argv, rc=rc, stdout=stdout, stderr=stderr, duration_s=took_s)
 
@@ -192,7 +193,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 @dataclass(slots=True)
 class Tested:
-    """The outcome of each requested test."""
+    """The outcomes of the requested tests."""
 
     ran: Ran
     counts: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -236,7 +237,7 @@ def _count(tested: Tested, id_: str, outcomes: list[dict[str, str]]) -> None:
     words_of_outcomes = [outcome["outcome"] for outcome in outcomes]
     counts = {word: words_of_outcomes.count(word) for word in words}
     tested.counts[id_] = {"collected": len(outcomes), **counts}
-    # The detail is that of the worst outcome.
+    # The detail is the first of the worst outcome.
     details = {outcome["outcome"]: outcome["detail"] for outcome in reversed(outcomes)}
     worst = [details[word] for word in words[1:] if word in details]
     tested.details[id_] = worst[0] if worst else tested.trouble
@@ -261,7 +262,7 @@ def _plant(planted: Planted, folder: Path) -> dict[str, str]:
 
 
 def run_proof(proof: Proof, root: Path) -> tuple[Ran, dict[str, Any]]:
-    """Run a harness in its own process; return the process and what it reported: result, cases, detail."""
+    """Run a harness in a process. Return how the process ended, and its report: result, cases, detail."""
     ran = start(["-m", "engine.contracts.proving", proof.harness], root, proof.timeout_s, {})
     try:
         answer = json.loads(ran.stdout.strip().splitlines()[-1])

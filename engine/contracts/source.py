@@ -1,10 +1,10 @@
-"""Source read as text: the functions of a file, and the comments that name their contracts.
+"""Read Python source as text: the functions of a file, and the comments that name their contracts.
 
     # contract: kd-loss-v1
     def distillation_loss(...)
 
 The comment is on the line above a function or class (above its decorators) and names one or several
-contracts. It costs nothing when the module is loaded, and nothing is imported to read it.
+contracts. Nothing is imported to read it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Marker:
     line: int
     contract: str
     name: str
-    """The function below, `Class.method` for a method; empty when there is none."""
+    """Function or class on the line below, `Class.method` for a method; empty if there is none."""
 
 
 class Sources:
-    """Files of one project, each parsed once."""
+    """Source files of one project, each parsed once."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -41,12 +41,12 @@ class Sources:
         self._texts: dict[Path, str | None] = {}
 
     def file_of(self, module: str) -> Path:
-        """Return the path of a module of the project, whether it exists or not."""
+        """Return the path that a module of the project has if it exists."""
         base = self.root.joinpath(*module.split("."))
         return base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
 
     def name_of(self, file: Path) -> str:
-        """Return the path of a file relative to the project, or its full path if it lies elsewhere."""
+        """Return the path of a file relative to the project, or its full path if it is outside the project."""
         return str(file.relative_to(self.root) if file.is_relative_to(self.root) else file)
 
     def text(self, file: Path) -> str | None:
@@ -58,7 +58,7 @@ class Sources:
         return self._texts[file]
 
     def names(self, file: Path) -> dict[str, int]:
-        """Return the functions and classes of a file with the first line of each; empty when the file cannot be
+        """Return the functions and classes of a file with the first line of each; empty if the file cannot be
         read."""
         if file not in self._names:
             self._names[file] = dict(_definitions(_tree(self.text(file)), ""))
@@ -76,13 +76,13 @@ class Sources:
 
     @functools.cached_property
     def markers(self) -> list[Marker]:
-        """Contract comments in the packages of the project: the folders directly below its root that have an
+        """Contract comments in the packages of the project, the folders directly below its root with an
         `__init__.py`."""
         out = []
         for package in sorted(file.parent for file in self.root.glob("*/__init__.py")):
             for file in sorted(package.rglob("*.py")):
                 text = self.text(file)
-                # Do not tokenize a file without such a comment: it is slow.
+                # Tokenizing is slow, so files without the comment's text are skipped.
                 if text is None or "# contract: " not in text:
                     continue
                 starts = {line: name for name, line in self.names(file).items()}
@@ -115,7 +115,7 @@ class Sources:
 
 
 def _tree(text: str | None) -> ast.Module:
-    """Parse a source; an empty module when it cannot be parsed."""
+    """Parse source; return an empty module if it cannot be parsed."""
     try:
         with PARSING:  # Contracts run in several threads, which all parse source.
             return ast.parse(text or "")
@@ -124,7 +124,7 @@ def _tree(text: str | None) -> ast.Module:
 
 
 def _comments(text: str) -> list[tuple[int, str]]:
-    """Return line and text of each comment; an example in a docstring is not a comment."""
+    """Return line and text of each comment. Text in a docstring is not a comment."""
     try:
         tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
     except (tokenize.TokenError, SyntaxError):

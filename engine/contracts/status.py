@@ -1,22 +1,21 @@
-"""The status of a contract, computed from its receipts: a result for each check, for the contract, and its
+"""Compute the status of a contract from its receipts: the result of each check, the result of the contract, and its
 level.
 
     Fail  <  NotRun  <  Skip  <  ...  <  PositiveControlFailed  <  Pass
 
-This is `Fail < Unknown(reason) < Pass`. The reasons of Unknown have the order and the names of the verdict
-lattice of `aprender-contracts` (upstream), of whose fifteen they are the first nine. The meet of two results
-is the lower one: Fail absorbs, Pass is the identity, and two Unknowns meet at the lower reason. A gate
-accepts only Pass. A check that was skipped, is stale, was not collected or needs an absent tool gives exit
-code 2.
+This is `Fail < Unknown(reason) < Pass`. The reasons of Unknown have the order and the names of the verdict lattice of
+`aprender-contracts` (upstream); they are the first nine of its fifteen. The meet of two results is the lower one, so a
+single Fail makes the result Fail. A gate accepts only Pass. A check that was skipped, is stale, was not collected or
+needs an absent tool is Unknown, exit code 2.
 
-    none      the file has errors, or was not run since it or its code changed
+    none      the file has errors, or the contract was not run since the file or its code changed
     basic     the file is valid
     standard  and every active test passes
-    strict    and every planted bug is caught, so the tests are known to be able to fail
+    strict    and every planted bug is caught, which shows that the tests can fail
     proven    and there are proofs, and all of them hold
 
-The names of the levels are upstream's. There they depend on what the file lists; here they are computed each
-time from what ran. A demoted claim is neither run nor counted, and is shown with the finding that demoted it.
+The names of the levels are upstream's. Upstream derives the level from what the file lists; here it is computed each
+time from the results. A demoted claim is not run and does not count; it is shown with the finding that demoted it.
 """
 
 from __future__ import annotations
@@ -63,11 +62,11 @@ class Rank(IntEnum):
     NOT_ARMED = 6
     """The check exists, but nothing triggers it."""
     NO_CHECKABLE = 7
-    """Nothing was collected, or the tool gave up: no result either way."""
+    """No test was collected, or the tool gave up, so there is no result."""
     WITNESS_STALE = 8
     """The receipt is of another contract or of other code."""
     POSITIVE_CONTROL_FAILED = 9
-    """The planted bug was not caught, or could not be planted: a green test proves nothing."""
+    """The planted bug was not caught, or could not be planted, so a passing test shows nothing."""
     PASS = 10
 
 
@@ -99,21 +98,21 @@ class Answer:
 
 # contract: verdict-lattice-v1
 def meet(a: Answer, b: Answer) -> Answer:
-    """Return the lower of the two; the first when they are equal."""
+    """Return the result of lower rank; the first if the ranks are equal."""
     return min(a, b, key=lambda answer: answer.rank)
 
 
 # contract: verdict-lattice-v1
 def meet_all(answers: Iterable[Answer]) -> Answer:
-    """Return the meet of a set. The meet of an empty set is NotRun, not Pass, because nothing was checked."""
+    """Return the meet of all results. Without results it is NotRun, not Pass, because nothing was checked."""
     listed = list(answers)
     if not listed:
-        return Answer(Rank.NOT_RUN, "nothing was asked")
+        return Answer(Rank.NOT_RUN, "no check was run")
     return functools.reduce(meet, listed)
 
 
 def answer_of(receipt: Receipt, contract: Contract, code_sha256: str) -> Answer:
-    """Say what a receipt proves about the contract and the code as they are now."""
+    """Return the result of a receipt for the current contract and code; stale if one of them has changed."""
     if receipt.contract_sha256 != contract.sha256:
         return Answer(Rank.WITNESS_STALE, "the contract has changed since")
     if receipt.code_sha256 != code_sha256:
@@ -127,7 +126,7 @@ def answer_of(receipt: Receipt, contract: Contract, code_sha256: str) -> Answer:
     judges = {TEST: _test_answer, PROOF: _proof_answer}
     if (judge := judges.get(receipt.kind)) is not None:
         return judge(receipt)
-    return Answer(Rank.NO_CHECKABLE, f"a receipt of a kind that is not known: {receipt.kind}")
+    return Answer(Rank.NO_CHECKABLE, f"a receipt of an unknown kind: {receipt.kind}")
 
 
 def _test_answer(receipt: Receipt) -> Answer:
@@ -169,7 +168,7 @@ def _planted_answer(receipt: Receipt, turns_red: Sequence[str]) -> Answer:
         return Answer(Rank.POSITIVE_CONTROL_FAILED, f"not planted: {receipt.detail}")
     missed = [id_ for id_ in turns_red if not receipt.counts.get(id_, {}).get("failed")]
     if missed:
-        return Answer(Rank.POSITIVE_CONTROL_FAILED, f"{', '.join(missed)} did not see it")
+        return Answer(Rank.POSITIVE_CONTROL_FAILED, f"not caught by {', '.join(missed)}")
     return Answer(Rank.PASS, f"caught by {', '.join(turns_red)}")
 
 
@@ -187,12 +186,12 @@ class Check:
     kind: str
     """valid, test, proof or planted."""
     says: str
-    """The prediction, the harness with its bound, or the bug."""
-    more: tuple[str, ...]
-    """Lines about it: the test and the meaning of its failure, or the place of the bug."""
+    """Prediction of the test, harness of the proof with its bound, or description of the bug."""
+    details: tuple[str, ...]
+    """Further lines: of a test its node and the meaning of its failure, of a bug its module and tests."""
     answer: Answer
     age_s: float | None
-    """Seconds since it ran; None when it never did."""
+    """Seconds since the check ran; None if it never did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,13 +200,13 @@ class Status:
     path: Path
     problems: tuple[str, ...]
     contract: Contract | None
-    """None for a file with errors."""
+    """None if the file has errors."""
     answer: Answer
     checks: tuple[Check, ...] = ()
 
     @property
     def reached(self) -> Reached:
-        """The level, computed from the results of the checks."""
+        """Level of the contract, computed from the results of its checks."""
         level = Reached.NONE
         for kind, next_level in (
             (VALID, Reached.BASIC),
@@ -223,12 +222,12 @@ class Status:
 
     @property
     def age_s(self) -> float | None:
-        """Seconds since the oldest of its receipts."""
+        """Age of the oldest receipt, in seconds."""
         return max((c.age_s for c in self.checks if c.age_s is not None), default=None)
 
     @property
     def counts(self) -> bool:
-        """Whether it counts towards the overall result; a demoted contract does not."""
+        """Whether the contract counts in the result of all contracts; a demoted one does not."""
         return self.contract is None or not self.contract.demoted_by
 
 
@@ -239,8 +238,9 @@ def overview(
     receipts: Path = FOLDER,
     now_s: float | None = None,
 ) -> list[Status]:
-    """List every contract of a project with its equations, its last results and their age. Raises BadInput
-    when there is no contract. Loads no torch and starts no process, so screens and notebooks can call it."""
+    """Return the status of the given contracts (default: all of the project), from their files and last receipts.
+    Raises BadInput if there is no contract. Imports no torch and starts no process, so screens and notebooks can call
+    it."""
     folder = receipts if receipts.is_absolute() else root / receipts
     now_s, sources = now_s or time.time(), Sources(root)
     return [_status(file, sources, folder, now_s) for file in checked_contracts(paths, root)]
@@ -270,7 +270,7 @@ def _status(file: Loaded, sources: Sources, folder: Path, now_s: float) -> Statu
 def _checks(
     contract: Contract, receipts: dict[str, Receipt], code_sha256: str, now_s: float
 ) -> Iterable[Check]:
-    for id_, kind, says, *more in (
+    for id_, kind, says, *details in (
         (VALID, VALID, "the file has no errors"),
         *(
             (
@@ -279,7 +279,11 @@ def _checks(
                 falsifier.prediction,
                 falsifier.test,
                 f"if it fails: {falsifier.if_fails}",
-                *([f"not as published: {falsifier.differs}"] if falsifier.differs else ()),
+                *(
+                    [f"differs from the published contract: {falsifier.differs}"]
+                    if falsifier.differs
+                    else ()
+                ),
             )
             for falsifier in contract.active
         ),
@@ -292,7 +296,7 @@ def _checks(
                 bug.id,
                 PLANTED,
                 bug.what,
-                f"in {bug.edit.module}; must turn red: {', '.join(bug.turns_red)}",
+                f"in {bug.edit.module}; must fail: {', '.join(bug.turns_red)}",
             )
             for bug in contract.planted
         ),
@@ -300,11 +304,13 @@ def _checks(
         answer, age_s = Answer(Rank.NOT_RUN, "no receipt; `engine contracts run`"), None
         if (receipt := receipts.get(id_)) is not None:
             answer, age_s = answer_of(receipt, contract, code_sha256), now_s - receipt.unix_s
-        yield Check(id=id_, kind=kind, says=says, more=tuple(more), answer=answer, age_s=age_s)
+        yield Check(
+            id=id_, kind=kind, says=says, details=tuple(details), answer=answer, age_s=age_s
+        )
 
 
 def _overall(contract: Contract, checks: Sequence[Check]) -> Answer:
-    """Return the meet of its tests, proofs and planted bugs: one skipped check makes it Unknown."""
+    """Return the meet of the results of all tests, proofs and planted bugs: a single skipped one makes it Unknown."""
     counted = [c for c in checks if c.kind != VALID]
     if contract.demoted_by:
         return Answer(Rank.REPORT, f"demoted by {contract.demoted_by}")

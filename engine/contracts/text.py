@@ -1,4 +1,4 @@
-"""Contracts as text: one line for each, or everything about one."""
+"""Format contracts as text: one line for each, or all lines about one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIGNS = {Level.PASS: "+", Level.FAIL: "!", Level.UNKNOWN: "?"}
 
 
 def summary(status: Status) -> str:
-    """Return one line: `+ PASS kd-loss-v1: proven, 3h02m old`, with the reason when it does not pass."""
+    """Return one line, as `+ PASS kd-loss-v1: proven, 3h02m old`, with the reason if it does not pass."""
     level = status.answer.level
     why = "" if level is Level.PASS else f"; {one_line(str(status.answer))}"
     age = "never run" if status.age_s is None else f"{_age(status.age_s)} old"
@@ -23,7 +23,7 @@ def summary(status: Status) -> str:
 
 
 def contract_lines(status: Status) -> Iterator[str]:
-    """Yield everything about one contract: its result, equations, claims, and each check with its last result."""
+    """Yield the lines about one contract: its result, equations, claims, and each check with its last result."""
     yield f"{status.id}: {status.answer.level.name}"
     yield f"  {one_line(str(status.answer))}"
     age = "no receipt yet" if status.age_s is None else f"oldest receipt {_age(status.age_s)} old"
@@ -49,7 +49,7 @@ def contract_lines(status: Status) -> Iterator[str]:
             answer = check.answer
             age = "never run" if check.age_s is None else f"{_age(check.age_s)} ago"
             yield f"  {SIGNS[answer.level]} {check.id}: {answer.level.name.lower()}, {age}; {one_line(answer.text)}"
-            yield from (f"      {one_line(text)}" for text in (check.says, *check.more))
+            yield from (f"      {one_line(text)}" for text in (check.says, *check.details))
 
 
 def _claims(contract: Contract) -> Iterator[str]:
@@ -61,7 +61,7 @@ def _claims(contract: Contract) -> Iterator[str]:
         by = "" if one.is_active else f" (demoted by {one.demoted_by})"
         yield f"  {one.id}: {one_line(one.property)}{by}"
     if contract.demoted_by:
-        yield f"demoted, all of it, by {contract.demoted_by}"
+        yield f"the whole contract is demoted by {contract.demoted_by}"
 
 
 def _age(age_s: float) -> str:

@@ -1,9 +1,9 @@
 """Compare the recorded steps with those of a replay, stage by stage, and report the first stage that differs.
 
-On a CPU with the same versions, threads and decisions a replay gives the same bits; anything else is a difference.
-On a GPU, or with another torch, sums are computed in another order, and later steps train on the result: numbers may
-differ by a rounding error that grows with the steps since both had the same weights. Numbers without rounding (rows,
-labels, tokens, learning rate) must always be equal.
+On a CPU with the same versions, threads and decisions a replay must give the same bits. On a GPU, or with another
+torch, sums are computed in another order and later steps train on the result: numbers may differ by a rounding error
+that grows with each step since run and replay had the same weights. Numbers without rounding (rows, labels, tokens,
+learning rate) must always be equal.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ BUILT_FIELDS = (
     "peak_lr",
     "trainable_parameters",
 )
-"""Names of the fields of run_started that the trainer reads from the objects that it built."""
+"""Names of the compared fields of run_started. The trainer logs the values of the objects that it built."""
 DATA_FIELDS = ("train_sha256", "train_tokens", "heldout_sha256", "heldout_tokens")
 """Names of the compared fields of data_ready."""
 
 
 class Field(NamedTuple):
-    """A number or vector in which a recorded step and its replay must agree."""
+    """A number or vector that must agree between a recorded step and its replay."""
 
     stage: str
     name: str
     relative: float = 0.0
-    """Relative tolerance per step of rounding; 0 where the field has no rounding."""
+    """Relative tolerance for each step since the weights were the same; 0 if the field has no rounding."""
     absolute: float = 0.0
-    """Absolute tolerance per step of rounding."""
+    """Absolute tolerance for each step since the weights were the same."""
     of_recorded: bool = False
-    """Whether the field is a vector of `Recorded`, compared by its norm."""
+    """Whether the field is a vector of the event `Recorded`, compared by the norm of the difference."""
     first: bool = False
-    """Whether the field is compared only in the first step with the same weights, where rounding is allowed. AdamW
-    moves a weight by the sign of its gradient, however small, so rounding decides the later steps."""
+    """Whether rounding allows comparing the field only in the first step after the weights were the same. AdamW moves
+    a weight by about its gradient's sign, even if the gradient is tiny, so later steps depend on rounding."""
     exact: bool = False
-    """Whether the field is compared only where every bit must be equal, because rounding may change it by a large
+    """Whether the field is compared only if every bit must be equal, because rounding may change it by a large
     amount."""
 
 
@@ -78,11 +78,11 @@ FIELDS = (
     Field("step_weights", "lr"),
     Field("step_weights", "weight", of_recorded=True, exact=True),
 )
-"""Compared fields in the order in which a step computes them: the first difference names the stage."""
+"""Compared fields in the order in which a step computes them, so that the first difference shows the stage."""
 ROUNDING = (
-    f"losses may differ by 0.1 % for each step since both had the same weights, up to {MAX_ROUNDING_STEPS} steps, and "
-    "the teacher's hidden states by 2 %; the student's hidden states and the norm of the gradients are compared in the "
-    "first of these steps"
+    f"losses may differ by 0.1 % for each step since run and replay had the same weights, up to {MAX_ROUNDING_STEPS} "
+    "steps, and the teacher's hidden states by 2 %; the student's hidden states and the norm of the gradients are "
+    "compared in the first of these steps alone"
 )
 HELDOUT = Field("", "loss", 1e-3, 1e-6)
 
@@ -109,15 +109,15 @@ class FirstDifference:
 
 @dataclass(frozen=True)
 class Compared:
-    """The comparison of the steps of a stretch."""
+    """Result of comparing the steps of a stretch."""
 
     steps: int
-    """Number of steps that agree, up to the first that differs."""
+    """Number of steps that agree before the first that differs."""
     difference: FirstDifference | None
     lacking: Counter[str]
-    """Number of steps in which the record lacks a field, by field."""
+    """Number of compared steps whose record lacks a field, by field."""
     ended: str = ""
-    """Reason why the replay has no more steps; empty if it has all of them."""
+    """Reason why the replay ended early; empty if it has all steps."""
 
 
 def compare_steps(record: Stretch, replay: Session, *, rounded: bool) -> Compared:
@@ -159,7 +159,7 @@ def differences(
     for field in FIELDS:
         pair = of_recorded if field.of_recorded else of_step
         recorded, replayed = (getattr(event, field.name, None) for event in pair)
-        # The digest of rows is cumulative, and that of a replay begins with its first step.
+        # `rows_digest` is cumulative: a replay from a checkpoint begins a new one.
         if (
             recorded in (None, [])
             or replayed in (None, [])
@@ -168,7 +168,7 @@ def differences(
             continue
         if rounded and (field.exact or (field.first and step > record.begin + 1)):
             continue
-        # A teacher's rounding does not grow: its weights are the same in every step.
+        # The teacher's rounding error does not grow with the steps, because its weights do not change.
         rounding_steps = (1 if field.name == "teacher" else since) if rounded else 0
         if not agrees(field, recorded, replayed, rounding_steps):
             yield FirstDifference(
@@ -179,15 +179,15 @@ def differences(
 def _reason_for_end(replay: Session) -> str:
     ended = replay.finished
     if ended is None:
-        return "its log has no end"
+        return "its log ends without run_finished"
     if ended.state == "completed":
         return f"the settings end at step {replay.last_step}"
     return ended.reason or ended.state
 
 
 def agrees(field: Field, recorded: Any, replayed: Any, rounding_steps: int) -> bool:
-    """Return whether a number or vector of the record agrees with the replay's within `rounding_steps` times the
-    field's tolerance. With 0 steps every bit must be equal; two NaN are equal."""
+    """Return whether a recorded number or vector differs from the replayed one by at most `rounding_steps` times the
+    field's tolerance. With 0 they must be equal, where NaN equals NaN."""
     recorded_values, replayed_values = (
         value if isinstance(value, list) else [value] for value in (recorded, replayed)
     )
@@ -217,12 +217,13 @@ def _same_number(recorded: Any, replayed: Any) -> bool:
 
 
 def compare_rows(run: RunFolder, replay: RunFolder, record: Stretch) -> Verdict | None:
-    """Compare the rows of every rank by content; None where the run did not record them."""
+    """Compare the rows of every rank by content; None if the run did not record them."""
     try:
         ranks = read_ranks(path_of(run, 0))
         if ranks != read_ranks(path_of(replay, 0)):
             return Verdict(
-                Level.UNKNOWN, f"the run recorded {ranks} ranks, the replay has another number"
+                Level.UNKNOWN,
+                f"the run recorded {ranks} ranks, the replay has a different number",
             )
         for rank in range(ranks):
             for (step, recorded), (_, replayed) in zip(
@@ -244,8 +245,8 @@ def _rows(run: RunFolder, rank: int, record: Stretch) -> Iterator[tuple[int, lis
 
 
 def compare_losses(record: Sequence[Evaluated], replay: Session, steps: int) -> Verdict | None:
-    """Compare the held-out losses that both runs logged, `steps` steps after both had the same weights; with 0 steps
-    every bit must be equal."""
+    """Compare the held-out losses that both runs logged. The tolerance is that of `steps` steps since both had the
+    same weights; with 0 the losses must be equal."""
     recorded_losses = {(event.subject, event.step, event.saved): event for event in record}
     compared = []
     for replayed in replay.evaluated:
@@ -268,7 +269,7 @@ def compare_losses(record: Sequence[Evaluated], replay: Session, steps: int) -> 
 
 
 def same(names: Sequence[str], recorded: object, replayed: object) -> Verdict:
-    """Compare fields of two events; either may be missing."""
+    """Compare the named fields of two events. None is an event that was not logged."""
     if recorded is None or replayed is None:
         lacks = "the run did not record it" if recorded is None else "the replay did not record it"
         return Verdict(Level.UNKNOWN, lacks)
@@ -280,13 +281,13 @@ def same(names: Sequence[str], recorded: object, replayed: object) -> Verdict:
             )
     lacking = [name for name in names if getattr(recorded, name) in ("", None)]
     if lacking:
-        return Verdict(Level.UNKNOWN, f"the log does not have {', '.join(lacking)}")
+        return Verdict(Level.UNKNOWN, f"the log lacks {', '.join(lacking)}")
     return Verdict(Level.PASS, f"equal: {', '.join(names)}")
 
 
 def why_rounded(run: RunFolder, record: Stretch, replay: RunFolder, fresh: Session) -> list[str]:
-    """Return the reasons why a replay's numbers may differ from the record by rounding; empty if every bit must be
-    equal."""
+    """Return the reasons why a replay's numbers may differ from the recorded ones by rounding; empty if every bit must
+    be equal."""
     replayed = fresh.started
     assert replayed is not None
     why: dict[str, None] = {}
@@ -305,13 +306,13 @@ def why_rounded(run: RunFolder, record: Stretch, replay: RunFolder, fresh: Sessi
 
 
 def _changed_decisions(run: RunFolder, record: Stretch, replay: RunFolder) -> list[str]:
-    """Describe the automatic settings for which the replay made another decision."""
+    """Describe the automatic settings that the replay decided differently."""
     specs = []
     for path in (run.resolved, replay.resolved):
         try:
             specs.append(read_json_object(path, "settings", RUN_FILE, error=RunLogError)["spec"])
         except (RunLogError, KeyError):
-            return [f"decisions that cannot be read ({path.name})"]
+            return [f"the decisions in {path.name} cannot be read"]
     recorded, replayed = specs
     return [
         f"{section}.{name} = {recorded.get(section, {}).get(name)}, replayed with {value}"

@@ -3,8 +3,8 @@
     {"level": "pass", "reason": "...", "steps": 30, "rounding": "", "engine": "0.1.0", "at": "2026-01-31T12:00:00Z",
      "log": {"bytes": 18234, "sha256": "..."}}
 
-`log` is events.jsonl as it was when the verification began. A log of another size or content makes the outcome stale,
-which counts as not verified. The file is no signature: anyone who can write to the folder can write it too.
+`log` identifies events.jsonl at the start of the verification. If the log has another size or content now, the outcome
+is stale, which counts as not verified. The file is not signed: anyone who can write to the folder can write it too.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ MAX_REASON_CHARACTERS = 300
 
 
 class Log(msgspec.Struct, frozen=True):
-    """The log that an outcome was made from."""
+    """Size and hash of the log at the start of a verification."""
 
     bytes: Annotated[int, msgspec.Meta(ge=0, le=LOG_FILE.most)]
     sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of the newest verification of a run."""
+    """The kept result of a run's verifications."""
 
     level: Literal["pass", "unknown", "fail"]
     reason: str
     steps: Annotated[int, msgspec.Meta(ge=0, le=LOG_COUNT.most)]
     """Number of compared steps."""
     rounding: str
-    """Reason and size of the allowed rounding; empty where every bit had to be equal."""
+    """Size of the allowed rounding and the reason for it; empty if every bit had to be equal."""
     engine: str
     at: Annotated[str, msgspec.Meta(pattern="^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:]{8}Z$")]
     log: Log
@@ -61,9 +61,9 @@ def digest_log(run: RunFolder) -> Log | None:
 
 
 def keep_outcome(run: RunFolder, log: Log, verdict: Verdict, steps: int, rounding: str) -> Outcome:
-    """Write the outcome of verifying `log` to the run folder, and return the outcome that is kept.
+    """Write the outcome of verifying `log` to the run folder, and return the outcome that the file then has.
 
-    An earlier outcome with more steps of the same log is kept, unless the new one is a failure. Raises RunLogError,
+    An earlier outcome of the same log with more steps stays, unless the new one is a failure. Raises RunLogError,
     DiskFull.
     """
     new = Outcome(
@@ -92,8 +92,7 @@ def keep_outcome(run: RunFolder, log: Log, verdict: Verdict, steps: int, roundin
 
 
 def read_outcome(run: RunFolder) -> Outcome | None:
-    """Read the outcome of a run's newest verification; None when there is none. Raises RunLogError for a malformed
-    one."""
+    """Read the kept outcome of a run; None if there is none. Raises RunLogError if the file is malformed."""
     path = run.path / NAME
     if not os.path.lexists(path):
         return None

@@ -1,7 +1,7 @@
 """Replay a stretch of a run: train its steps again in a new run folder and a new process.
 
-The replay starts at the first step or at a checkpoint, with the settings of the run. It omits work that does not change
-a step: checks, evaluations between steps, checkpoints. All settings that change a step are those of the run.
+The replay starts at the first step or at a checkpoint. It has the run's values of all settings that change a step, and
+omits work that does not change one: checks, evaluations between steps, checkpoints.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ POLL_S = 0.05
 def replayed_spec(
     stretch: Stretch, folder: Path, *, saves: bool = False, audited: int = 0
 ) -> RunSpec:
-    """Return the settings of a replay in `folder`. With `saves` it saves a checkpoint, and at the end of the run the
-    student; step `audited` is audited. Raises SpecError."""
+    """Return the settings of a replay in `folder`. With `saves` the replay saves a checkpoint at its end, and the
+    student after the run's last step. Step `audited` is audited, unless it is 0. Raises SpecError."""
     spec = spec_from_dict(stretch.settings)
     stages = {about.id for about in STAGES}
     others = ",".join(about.id for about in CHECKS if about.id not in stages)
@@ -65,10 +65,10 @@ def replay_folder(run: RunFolder, scratch: Path | None, *, keep: bool) -> Iterat
     parent = (scratch or run.path.parent).absolute()
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        # A hidden folder, so that no list of runs shows the replay.
+        # A hidden folder, so that lists of runs do not show the replay.
         path = Path(tempfile.mkdtemp(prefix=f".{run.name}.verify-", dir=parent))
     except OSError as error:
-        raise write_error("replay", parent, "to create a folder in it", error) from error
+        raise write_error("replay", parent, "a folder that can be written to", error) from error
     if not keep:
         with partial_output(path):
             yield path
@@ -77,12 +77,12 @@ def replay_folder(run: RunFolder, scratch: Path | None, *, keep: bool) -> Iterat
         yield path
     finally:
         with contextlib.suppress(OSError):
-            path.rmdir()  # where no replay was made
+            path.rmdir()  # fails unless it is empty, because no replay was run
 
 
 def train_again(spec: RunSpec, stretch: Stretch, checkpoint: Path | None) -> RunFolder:
     """Train a stretch with the settings of `spec` in a new process, from `checkpoint` or from the first step, and
-    return the run folder. Progress is shown on stderr; a signal ends the process at once."""
+    return the run folder. Progress is shown on stderr. If this process is interrupted, the new one is ended."""
     path = Path(spec.run.out) / spec.run.name
     settings: dict[str, Any] = {
         "engine": VERSION,
@@ -128,7 +128,7 @@ def _settings_sha256_of(checkpoint: Path) -> str:
 
 
 def _changes(recorded: dict[str, Any], spec: RunSpec, sha256: str) -> list[dict[str, Any]]:
-    """Return the changed settings in the form that a resume reads."""
+    """Return the settings that the replay changes, in the form that a resume expects them in effective.json."""
     changes = [
         {"key": f"{section}.{name}", "was": recorded.get(section, {}).get(name), "is": value}
         for section, fields in spec.to_dict().items()
@@ -142,11 +142,13 @@ def _link_checkpoint(checkpoint: Path, run: RunFolder) -> None:
     def link(source: str, target: str) -> None:
         try:
             os.link(source, target)
-        except OSError:  # of another disk
+        except OSError:  # a hard link cannot cross file systems
             shutil.copyfile(source, target)
 
     target = run.checkpoints / checkpoint.name
     try:
         shutil.copytree(checkpoint, target, copy_function=link)
     except (OSError, shutil.Error) as error:
-        raise write_error("replay", target, "to hold a checkpoint", OSError(str(error))) from error
+        raise write_error(
+            "replay", target, "a folder that can be written to", OSError(str(error))
+        ) from error

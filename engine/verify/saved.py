@@ -19,14 +19,15 @@ TENSORS = (".safetensors", ".gguf", ".apr")
 STATE = ("step", "seed", "position")
 """Names of the fields of a checkpoint's state.json that determine the next steps."""
 WEIGHTS, MOMENTS = 1e-2, 0.5
-"""Maximum relative difference that rounding explains, over all weights and over all moments. After 30 steps of 7B
-shapes on an H200 it is 8e-4 and 0.1."""
+"""Maximum relative difference that counts as rounding, over all weights and over all moments of AdamW. Measured after
+30 steps of 7B shapes on an H200: 8e-4 and 0.1."""
 
 
 def compare_checkpoints(
     run: RunFolder, replay: RunFolder, step: int, rounding_steps: int
 ) -> Verdict | None:
-    """Compare both runs' checkpoints of a step; None where one has none. `rounding_steps` is 0 for equal bits."""
+    """Compare both runs' checkpoints of a step; None if either run has no such checkpoint. With `rounding_steps` 0
+    every bit must be equal."""
     saved, replayed = (folder.checkpoints / folder_name(step) for folder in (run, replay))
     if not saved.is_dir() or not replayed.is_dir():
         return None
@@ -61,8 +62,8 @@ def compare_students(run: RunFolder, replay: RunFolder, rounding_steps: int) -> 
 
 
 def _compare_tensors(saved: Path, replayed: Path, rounding_steps: int) -> Verdict:
-    """Compare the tensors of all safetensors files of two folders: bit by bit, or by the norm of their difference in
-    groups where rounding is allowed."""
+    """Compare the tensors of all safetensors files of two folders: bit by bit, or, if rounding is allowed, by the
+    relative norm of the difference over a group of tensors (all weights, each kind of moment)."""
     import torch
 
     names = [
@@ -74,7 +75,7 @@ def _compare_tensors(saved: Path, replayed: Path, rounding_steps: int) -> Verdic
     count = 0
     squares: dict[str, tuple[float, float]] = {}
     for file in names[0]:
-        # Work that a replay omits draws random numbers too.
+        # The random number generators differ: work that a replay omits draws random numbers too.
         if file == "rng.safetensors":
             continue
         for name, tensor, replayed_tensor in _tensors(saved / file, replayed / file):
@@ -108,7 +109,7 @@ def _compare_tensors(saved: Path, replayed: Path, rounding_steps: int) -> Verdic
     texts = ", ".join(f"{group} {apart:.1e}" for group, apart in relative.items())
     for group, apart in relative.items():
         if not apart <= (MOMENTS if "exp_avg" in group else WEIGHTS):
-            text = f"tensors differ from the replay's by more than rounding explains (relative): {texts}"
+            text = f"tensors differ from the replay's by more than rounding (relative): {texts}"
             return Verdict(Level.FAIL, text)
     return Verdict(
         Level.PASS, f"{count} tensors match the replay's within rounding (relative): {texts}"
@@ -116,7 +117,7 @@ def _compare_tensors(saved: Path, replayed: Path, rounding_steps: int) -> Verdic
 
 
 def _tensors(saved: Path, replayed: Path) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name of each tensor with its values in both files; None where a file lacks it."""
+    """Yield the name of each tensor and its values in both files; None if a file lacks it."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -132,6 +133,4 @@ def _tensors(saved: Path, replayed: Path) -> Iterator[tuple[str, Any, Any]]:
                     replayed_file.get_tensor(name) if name in known[1] else None,
                 )
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{saved} — expected tensors that can be read, found {error}"
-        ) from error
+        raise CheckpointError(f"{saved} — expected readable tensors, found {error}") from error

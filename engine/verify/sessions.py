@@ -1,7 +1,8 @@
 """Read the sessions of a run from its log, and join them into stretches of steps that can be replayed.
 
-A resume continues bit by bit from its checkpoint, so consecutive sessions with the same settings form one stretch. A
-step that two sessions ran counts for the later one: later steps continue from its weights.
+A resume continues from its checkpoint without changing a bit, so consecutive sessions with the same settings form one
+stretch. If two sessions ran the same step, the later session's record counts, because the following steps continue
+from its weights.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from engine.log.observed import lines_of
 from engine.spec.sections import settings_sha256
 
 NO_STEP_SECTIONS = ("run", "eval", "checkpoint", "checks", "gate", "notify", "watch")
-"""Sections of the settings that change no step."""
+"""Sections of the settings that do not change what a step computes."""
 
 
 @dataclass
@@ -38,17 +39,17 @@ class Session:
     started: RunStarted | None = None
     data: DataReady | None = None
     models: dict[str, ModelReady] = field(default_factory=dict)
-    """Models by role, as they were loaded."""
+    """Event of each loaded model, by role (`teacher`, `student`)."""
     steps: dict[int, StepDone] = field(default_factory=dict)
     recorded: dict[int, Recorded] = field(default_factory=dict)
     audited: dict[tuple[int, str], Judged] = field(default_factory=dict)
-    """Results of audit stages, by step and id."""
+    """Results of checks, by step and id; those of an audit are its stages."""
     evaluated: list[Evaluated] = field(default_factory=list)
     finished: RunFinished | None = None
 
     @property
     def begin(self) -> int:
-        """The step that the session resumed from; 0 for a new run."""
+        """Step that the session resumed from; 0 for a new run."""
         return (self.started.resumed_from or 0) if self.started is not None else 0
 
     @property
@@ -57,14 +58,14 @@ class Session:
 
 
 def read_sessions(run: RunFolder) -> list[Session]:
-    """Read the sessions of a run that have at least one step from its log. Raises RunLogError."""
+    """Read a run's log, and return the sessions that logged at least one step. Raises RunLogError."""
     sessions: list[Session] = []
     for line in lines_of(run.events):
         event = line.event
         if isinstance(event, LogOpened):
             sessions.append(Session())
         if not sessions:
-            continue  # a log that does not begin with log_opened cannot be compared
+            continue  # events before the first log_opened belong to no session
         session = sessions[-1]
         match event:
             case RunStarted():
@@ -74,7 +75,7 @@ def read_sessions(run: RunFolder) -> list[Session]:
             case ModelReady():
                 session.models.setdefault(event.role, event)
             case StepDone():
-                # The first record of a step counts.
+                # If a session logged a step twice, the first record counts.
                 session.steps.setdefault(event.step, event)
             case Recorded():
                 session.recorded.setdefault(event.step, event)
@@ -88,8 +89,8 @@ def read_sessions(run: RunFolder) -> list[Session]:
 
 
 def settings_at(effective: dict[str, Any], sha256: str) -> dict[str, Any] | None:
-    """Return the settings with the hash that a session logged: those of effective.json, or those before some of its
-    newest changes. None where none has this hash."""
+    """Return the settings whose hash a session logged. They are those of effective.json, with as many of its newest
+    changes undone as it takes to reach the hash. None if the hash is not reached."""
     settings: dict[str, Any] = copy.deepcopy(effective["spec"])
     changes = effective.get("changes")
     newest_changes = list(changes) if isinstance(changes, list) else []
@@ -110,7 +111,7 @@ class Stretch:
     """Consecutive steps that were trained with the same settings."""
 
     begin: int
-    """The step before the first one; 0 at the beginning of the run."""
+    """Number of the step before the stretch's first; 0 at the beginning of the run."""
     end: int
     settings: dict[str, Any]
     sessions: tuple[Session, ...]
@@ -126,7 +127,7 @@ class Stretch:
 
 
 class ChangedSettings(Exception):
-    """Raised for settings of a session that effective.json does not have. The message names the step."""
+    """A session logged the hash of settings that effective.json does not have. The message names the step."""
 
 
 def stretches(sessions: Sequence[Session], effective: dict[str, Any]) -> list[Stretch]:
@@ -167,7 +168,7 @@ def stretches(sessions: Sequence[Session], effective: dict[str, Any]) -> list[St
 
 
 def _kept_steps(sessions: Sequence[Session]) -> Iterator[tuple[int, int, Session]]:
-    """Yield the steps of each session that no later session ran again."""
+    """Yield for each session its steps that no later session ran again: the step before the first, and the last."""
     for number, session in enumerate(sessions):
         later_begins = [
             later_session.begin

@@ -1,9 +1,10 @@
 """Verify a run: replay it from its settings, files, corpus and checkpoints, and report how the replay differs.
 
-verify(run)                 every step, from the first; from a checkpoint where a resume changed settings
-verify(run, chain=True)     from checkpoint to checkpoint; the checkpoint of each replay is compared with the saved one
-verify(run, step=N)         step N, with an audit of it, from the nearest checkpoint before it
-verify(run, data=True)      also the corpus, read and tokenized again
+verify(run)                 all steps, from the first; a new replay begins at the checkpoint from which a resume with
+                            changed settings continued
+verify(run, chain=True)     one replay from each checkpoint to the next, whose checkpoint is compared with the saved one
+verify(run, step=N)         step N alone, with an audit, replayed from the nearest checkpoint before it
+verify(run, data=True)      in addition, the corpus is read and tokenized again
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from engine.verify.saved import compare_checkpoints, compare_students
 from engine.verify.sessions import ChangedSettings, Session, Stretch, read_sessions, stretches
 
 ROUNDED_TEXT = (
-    "no replay: a model wrote rows, and arithmetic that rounds in another way (a GPU, another torch or machine) writes "
-    "other text"
+    "no replay: a model generated rows, and with other rounding (a GPU, another torch or machine) it generates "
+    "different text"
 )
 
 
@@ -55,10 +56,10 @@ class Verified:
     steps: int = 0
     """Number of compared steps that agree."""
     rounding: str = ""
-    """Reason and size of the allowed rounding; empty where every bit must be equal."""
+    """Size of the allowed rounding and the reason for it; empty if every bit must be equal."""
     difference: FirstDifference | None = None
     kept: Path | None = None
-    """The folder of the replays, if they were kept."""
+    """Folder of the replays, if they were kept."""
 
     @property
     def verdict(self) -> Verdict:
@@ -78,7 +79,7 @@ class Verified:
         return Verdict(lowest_verdict.level, text)
 
     def add(self, name: str, verdict: Verdict | None) -> None:
-        """Add the verdict of one comparison; the lowest of several replays is kept."""
+        """Add the verdict of one comparison. If several replays made it, the lowest verdict counts."""
         previous = self.lines.get(name)
         if verdict is not None and (previous is None or verdict.level < previous.level):
             self.lines[name] = verdict
@@ -96,8 +97,8 @@ def verify(
 ) -> Verified:
     """Replay `run` and compare it with its record: all steps, the first `steps`, or `step` alone.
 
-    Raises BadInput for a run that has not ended, that the engine did not train or that has no such step, and
-    RunLogError for a log that cannot be read.
+    Raises BadInput if the engine did not train the run, RunLogError if the run has not ended or its log cannot be
+    read, and UsageError if the run has no step `step`.
     """
     must_have_settings(run)
     alive = run.liveness()
@@ -126,7 +127,7 @@ def verify(
 
 
 def _read_stretches(run: RunFolder, sessions: Sequence[Session], result: Verified) -> list[Stretch]:
-    """Return the stretches of a run. If there are none, add a line with the reason and return an empty list."""
+    """Return the stretches of a run. If none can be replayed, add a line with the reason and return an empty list."""
     if not sessions or sessions[0].started is None:
         result.lines["steps"] = Verdict(Level.UNKNOWN, "the log has no step to compare")
         return []
@@ -157,7 +158,7 @@ def _compare_receipt(run: RunFolder, result: Verified) -> None:
     for name, verdict in wrong.items():
         result.lines[f"receipt: {name}"] = verdict
     if not wrong:
-        text = f"{len(answers)} entries match the files of the folder"
+        text = f"{len(answers)} entries of the receipt match the run folder"
         result.lines["receipt"] = Verdict(Level.PASS, text)
     result.not_compared += not_compared(run, receipt)
 
@@ -204,11 +205,11 @@ class _Verifier:
             text = f"steps {last + 1} to {self._last}: not requested"
             self._result.not_compared.append(text)
         for stretch in run_stretches:
-            for piece in self._pieces(stretch.between(0, last), chain=chain):
-                self._replay_and_compare(piece, saves=chain)
+            for part in self._parts(stretch.between(0, last), chain=chain):
+                self._replay_and_compare(part, saves=chain)
 
-    def _pieces(self, stretch: Stretch, *, chain: bool) -> Iterator[Stretch]:
-        """Yield the parts of a stretch that are replayed one after the other."""
+    def _parts(self, stretch: Stretch, *, chain: bool) -> Iterator[Stretch]:
+        """Yield the stretches to replay in turn: with `chain` cut at each checkpoint, otherwise the whole."""
         if stretch.begin >= stretch.end:
             return
         cuts = [n for n in self._saved if stretch.begin < n < stretch.end] if chain else []
@@ -226,7 +227,7 @@ class _Verifier:
         result.add("settings as built", same(BUILT_FIELDS, record.started, fresh.started))
         result.add("data", same(DATA_FIELDS, record.data, fresh.data))
         for role in dict.fromkeys((*record.models, *fresh.models)):
-            # A resumed session logs the student as it was before the first step.
+            # A resumed session logs the student of the run's beginning, before it loads the checkpoint.
             if role != "student" or not (piece.begin or record.begin):
                 of_role = (record.models.get(role), fresh.models.get(role))
                 result.add(f"{role} as loaded", same(("sha256", "parameters"), *of_role))
@@ -258,8 +259,8 @@ class _Verifier:
         """Replay a stretch and return its run folder, its session and the reasons for rounding. If it cannot be
         replayed, add a line with the reason and return None.
 
-        Where rounding differs, a model soon generates different text and trains on it. Only a CPU can round as the run
-        did, and only the replay shows whether it does.
+        A run that trains on generated text can be compared only if every bit is equal, because with other rounding
+        a model soon generates different text. That is impossible on a GPU; on a CPU, the replay shows whether it is so.
         """
         writes = piece.settings.get("rollout", {}).get("share", 0) > 0
         devices = {session.started.device for session in piece.sessions if session.started}
@@ -306,7 +307,9 @@ class _Verifier:
             return sessions[0]
         view = Follower(replay_run).read_all()
         reason = view.finished.reason if view.finished is not None else ""
-        reason = reason or (view.exit.sentence if view.exit is not None else "its log has no end")
+        reason = reason or (
+            view.exit.sentence if view.exit is not None else "its log ends without run_finished"
+        )
         text = f"the replay ran no step: {reason.splitlines()[0]}"
         self._result.add(str(piece), Verdict(Level.UNKNOWN, text))
         return None
@@ -314,7 +317,7 @@ class _Verifier:
     def _add_steps(self, piece: Stretch, compared: Compared) -> None:
         name, count = str(piece), compared.steps
         for field_name, of_steps in compared.lacking.items():
-            text = f"{of_steps} of {piece.end - piece.begin} steps of the log lack it"
+            text = f"{of_steps} of {piece.end - piece.begin} recorded steps lack this field"
             self._result.add(f"steps: {field_name}", Verdict(Level.UNKNOWN, text))
         if (difference := compared.difference) is not None:
             self._result.difference = self._result.difference or difference
@@ -332,7 +335,7 @@ class _Verifier:
             self._result.add(name, Verdict(Level.PASS, f"{count} steps agree: {precision}"))
 
     def _from_checkpoint(self, stretch: Stretch, step: int) -> Stretch:
-        """Return the steps after the nearest checkpoint before `step`, up to `step`."""
+        """Return the stretch from the nearest checkpoint before `step` up to `step`."""
         checkpoints = [n for n in self._saved if stretch.begin < n < step]
         return stretch.between(max(checkpoints, default=stretch.begin), step)
 

@@ -129,7 +129,7 @@ def test_what_the_log_lacks_is_unknown(copy: Path) -> None:
     assert by_name(found)[ALL][0] == "pass"
     assert by_name(found)["steps: rows_digest"] == (
         "unknown",
-        f"1 of {STEPS} steps of the log lack it",
+        f"1 of {STEPS} recorded steps lack this field",
     )
 
 

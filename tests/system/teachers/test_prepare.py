@@ -185,7 +185,7 @@ def test_what_does_not_fit_on_the_disk_is_refused_before_anything_is_written(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**40, 2**40, 64 << 20))
     for dry in ([], ["--dry-run"]):
         assert main(["prepare", str(spec), "--out", str(out), *dry]) == DiskFull.exit_code
-        assert "64.0 MiB to spare" in capsys.readouterr().err
+        assert "64.0 MiB more" in capsys.readouterr().err
         assert not out.exists()
 
 

@@ -29,7 +29,7 @@ from workbench.tui.widgets.fields import Field, Values
 NOTES = (
     "+ confirmed: runs as they were show the observation, runs with the change do not, in three",
     "  pairs, and no run contradicts it. x refuted: a run with the change shows it too. ? open.",
-    "> is a test, judged again from its files. ! does not verify. A note supports nothing (`engine why note`).",
+    "> a test, evaluated again from its files. ! a test whose files fail verification. A note is no evidence.",
     "",
     "t runs the next test in the background, and E shows its runs. It continues when this screen or the",
     "workbench is closed, and t resumes one that was interrupted.",
@@ -37,7 +37,7 @@ NOTES = (
 )
 LATER = "name one later"
 SHOWN = 3
-"""Most failures that are shown in full above the form."""
+"""Maximum number of failures that are shown in full above the form."""
 
 
 class FindingScreen(BrowseScreen[FindingFeed]):
