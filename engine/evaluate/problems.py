@@ -29,7 +29,7 @@ from engine.errors import BadInput
 from engine.files import parse_json, read_bytes
 
 _GZIP = b"\x1f\x8b"
-_TOLD_BY = {"humaneval": "canonical_solution", "mbpp": "test_list"}
+_DISTINCT_KEYS = {"humaneval": "canonical_solution", "mbpp": "test_list"}
 """A key that only the records of this benchmark have, by benchmark."""
 
 STOPS = {
@@ -138,7 +138,9 @@ def _problem(
     try:
         return make(record)
     except _Malformed as error:
-        benchmark_found = next((name for name, key in _TOLD_BY.items() if key in record), benchmark)
+        benchmark_found = next(
+            (name for name, key in _DISTINCT_KEYS.items() if key in record), benchmark
+        )
         raise BadInput.expected(
             "problems",
             where,

@@ -1,8 +1,8 @@
 """Compare the curves of two logs at their common steps, and their settings.
 
 Values of neighbouring steps are not independent. So the differences at the common steps of the second half are
-summarised by the medians of BLOCKS blocks, to which Student's t test is applied. The test uses the noise within the
-two runs: runs with other seeds may differ by more.
+summarised by the medians of BLOCKS blocks, to which Student's t test is applied. The test sees only the noise within
+the two runs: runs with different seeds may differ by more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BETTER_LOW = frozenset({"loss", "ce", "kd", "step_s", "held_out"})
 EXACT = frozenset({"lr", "tokens"})
 """Names of curves without noise, which are compared step by step."""
 BLOCKS, LEAST = 8, 16
-"""Number of blocks, and minimum number of common steps in the second half."""
+"""Number of blocks, and minimum number of common steps in the second half for a comparison."""
 ALPHA = 0.001
 """Significance level: maximum p value of a difference that is reported, 0 to 1."""
 MARGIN = 0.01
@@ -34,7 +34,7 @@ class Change(NamedTuple):
     new: float | str | None
     old: float | str | None
     why: str
-    """Difference and p value of a curve, or the steps at which it differs; empty if it does not differ."""
+    """Difference and p value of a curve, or its steps that differ, or `setting`; empty if it does not differ."""
     is_worse: bool = False
 
 

@@ -33,8 +33,8 @@ _SUBJECTS = {subject: name for name, subject in HELD_OUT.items()}
 
 
 def export_run(run: RunFolder, to: str, path: Path) -> int:
-    """Write the values of a run to a new file or folder, and return their number. Raises BadInput, RunLogError,
-    DiskFull."""
+    """Write the values of a run to a new file or folder, and return the number of values. Raises BadInput,
+    RunLogError, DiskFull."""
     if path.exists():
         hint = "--out names another"
         raise BadInput.expected("export", path, "nothing of that name", "something", hint=hint)

@@ -1,8 +1,8 @@
-"""Make a run folder from the log of another tool. It has the same records as the run of a watched script, with their
-times.
+"""Make a run folder from the log of another tool. Its log has the same kinds of records as that of a watched script,
+with the times of the original values.
 
-The rules are evaluated afterwards, in the order in which a supervisor would have evaluated them during the run. Their
-alerts are written with their times to watch.jsonl.
+The alert rules are evaluated afterwards, in the order in which a supervisor would have evaluated them during the run.
+Their alerts, with their times, are written to watch.jsonl.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ from engine.units import format_count
 from engine.watch.replay import Diagnosis, diagnose, diagnose_events
 
 VALUES_MOST = 1 << 14
-"""Maximum number of values of a name that are judged if no run folder is made. If there are more, only every second
-value is judged, or every fourth, and so on."""
+"""Maximum number of values per name that the rules get if no run folder is made. If there are more, they get every
+second value, or every fourth, and so on."""
 STATE = "imported"
-"""State of a run whose files do not record how it ended."""
+"""State of an imported run whose files do not record how the run ended."""
 _AT_ONCE = 200
 """Maximum number of names in one line of the log."""
 _SHOWN = 8
@@ -75,9 +75,10 @@ def import_run(
     given: Mapping[str, str] | None = None,
     partial: bool = False,
 ) -> tuple[RunFolder, list[Note]]:
-    """Create `folder`/NAME from the files at `path`; return it with notes for the user, which are also in its log.
+    """Create `folder`/NAME from the files at `path`. Return the run folder, and notes for the user, which are also in
+    its log.
 
-    `given` has the names from `--map`: the engine's name of a value, and its name in the files. Raises BadInput
+    `given` is the mapping from `--map`: the engine's name of a value to its name in the files. Raises BadInput
     before anything is written.
     """
     given = given or {}
@@ -102,7 +103,7 @@ def import_run(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedLog:
-    """The result of a log that was read and judged without making a run folder."""
+    """The result of diagnosing a log without making a run folder."""
 
     recorded: Recorded
     names: dict[str, str]
@@ -111,7 +112,8 @@ class JudgedLog:
 
 
 def diagnose_recorded(recorded: Recorded, source: str, given: Mapping[str, str]) -> JudgedLog:
-    """Judge another tool's records like the run folder that an import would make of them. Raises BadInput."""
+    """Evaluate the rules on another tool's records as on the run folder that an import would make of them. Raises
+    BadInput."""
     names = _find_names(recorded, source, given)
     notes, first_events = _first_records(recorded, source, names)
     found = diagnose_events(_with_times(_records(recorded, first_events, names)))
@@ -134,7 +136,8 @@ def _find_names(recorded: Recorded, source: str, given: Mapping[str, str]) -> di
     names = engine_names(recorded.series, given)
     if not any(engine_name not in HELD_OUT for engine_name in names) and recorded.crash is None:
         shown = _list_some(recorded.series) or "no number"
-        expected, hint = "a loss or another value of a step", "--map loss=NAME says which"
+        expected = "a loss or another known value of a step"
+        hint = "--map loss=NAME sets the name of the loss"
         raise NotALog.expected(source, recorded.path, expected, shown, hint=hint)
     return names
 
@@ -142,7 +145,7 @@ def _find_names(recorded: Recorded, source: str, given: Mapping[str, str]) -> di
 def _first_records(
     recorded: Recorded, source: str, names: dict[str, str]
 ) -> tuple[list[Note], list[Event]]:
-    """Return the notes on the files, and the records with which their log begins."""
+    """Return notes on the files, and the first records of the run's log."""
     texts = [("info", text) for text in _describe_names(recorded, names)]
     texts += [("warning", text) for text in recorded.warnings]
     notes = [Note(level=level, text=one_line(text)) for level, text in texts]
@@ -164,10 +167,10 @@ def _describe_names(recorded: Recorded, names: Mapping[str, str]) -> list[str]:
     texts = [f"{engine_name} from {log_name}" for engine_name, log_name in names.items()]
     lines = [f"names: {', '.join(texts) or 'none'}"]
     if others := recorded.series.keys() - set(names.values()):
-        lines.append(f"logged under its own name: {_list_some(others)}")
+        lines.append(f"names kept unchanged: {_list_some(others)}")
     if recorded.left_out:
         texts = [f"{name} ({content})" for name, content in recorded.left_out.items()]
-        lines.append(f"left out, no number: {_list_some(texts)}")
+        lines.append(f"left out because they are not numbers: {_list_some(texts)}")
     if replaced := sum(series.replaced for series in recorded.series.values()):
         lines.append(
             f"{format_count(replaced)} values were replaced: a restart went back to an earlier step"
@@ -178,7 +181,9 @@ def _describe_names(recorded: Recorded, names: Mapping[str, str]) -> list[str]:
             "the file"
         )
     if (every := max((series.every for series in recorded.series.values()), default=1)) > 1:
-        lines.append(f"long curves: every {every:,}th value is judged, and every non-finite one")
+        lines.append(
+            f"long curves: of each {every:,} values one is evaluated, and every non-finite value"
+        )
     return [*recorded.notes, *lines]
 
 
@@ -240,7 +245,7 @@ def _records(
     times = [series.unix_s[0] for series in recorded.series.values() if series.unix_s]
     now_s = min(times, default=recorded.begin_unix_s)
     yield from ((now_s, event) for event in first_events)
-    # A value that was logged long after its step must not move later steps to its time.
+    # Times never decrease. So a value logged long after its step is held back, or it would delay later steps.
     waiting: list[tuple[float, Event]] = []
     for step, points in by_step(recorded.series):
         last_step = step
@@ -269,8 +274,8 @@ def _plausible_s(seconds: float | None) -> float:
 def _events(
     step: int, points: Iterable[Point], engine_name_of: Mapping[str, str]
 ) -> tuple[float, StepDone | None, list[tuple[float, Event]]]:
-    """Return the time and the record of a step (None if none of its values has an engine name), and its other
-    records, each with its time."""
+    """Return the time and the record of a step, which is None if none of its values has an engine name, and the
+    step's other records, each with its time."""
     values: dict[str, Any] = {}
     logged: dict[str, float | None] = {}
     evals: list[tuple[float, Event]] = []

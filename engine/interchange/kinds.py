@@ -1,5 +1,5 @@
-"""The table of kinds of logs: how each is recognised and read. `engine import` makes a run folder of a log that is
-read here, and `engine diagnose` judges it."""
+"""The table of kinds of logs: how each is recognised and read. `engine import` makes a run folder from such a log, and
+`engine diagnose` evaluates the rules on it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 from engine.errors import BadInput
 from engine.interchange.sources import (
-    PARTS,
+    SAME_RUN_FOLDERS,
     Recorded,
     mlflow_runs,
     read_mlflow,
@@ -25,13 +25,13 @@ from engine.interchange.text_log import read_text_log
 from engine.log.folder import is_run
 
 Reader: TypeAlias = Callable[[Recorded, Mapping[str, str]], None]
-"""Function that reads the files at a `Recorded`'s path into the `Recorded`; raises BadInput. The mapping
-holds the names from `--map`: the engine's name of a value, and its name in the files."""
+"""Function that reads the files at the path of a `Recorded` into it; raises BadInput. The mapping is that of `--map`:
+the engine's name of a value to its name in the files."""
 
 
 class Kind(NamedTuple):
     source: str
-    """Name of the kind in `engine import`."""
+    """Name of the kind, as in `engine import KIND`."""
     endings: tuple[str, ...]
     """Suffixes of the names of its files, in lower case."""
     read: Reader
@@ -46,7 +46,7 @@ class Log(NamedTuple):
     read: Reader | None
     """None for a run folder."""
     part: str = ""
-    """Name of the log in a file that has several."""
+    """Name of the log, if the file has several."""
 
     @property
     def name(self) -> str:
@@ -121,8 +121,8 @@ def _below(folder: Path) -> Iterator[Log]:
             yield Log(place, "mlflow", read_mlflow)
             continue
         if any(file.endswith(".wandb") for file in files):
-            folders.clear()  # W&B's debug log, and its list of installed libraries
-        # A trainer's newest checkpoint has the log of all steps up to it.
+            folders.clear()  # the sub-folders hold W&B's debug log and its list of installed libraries
+        # The newest checkpoint of a trainer has the log of all steps; the older ones are prefixes of it.
         checkpoints = sorted(
             (name for name in folders if name.startswith("checkpoint-")), key=_number
         )
@@ -133,7 +133,9 @@ def _below(folder: Path) -> Iterator[Log]:
             if not name.startswith(".") and name not in {*_SKIPPED, *dropped}
         )
         event_folders = [
-            name for name in folders if name in PARTS and any((place / name).glob(f"*{_EVENTS}*"))
+            name
+            for name in folders
+            if name in SAME_RUN_FOLDERS and any((place / name).glob(f"*{_EVENTS}*"))
         ]
         if event_folders or any(_EVENTS in file for file in files):
             yield Log(place, "tensorboard", read_tensorboard)

@@ -13,7 +13,7 @@ from engine.log.events import Count, StepDone
 from engine.log.table import STEP_FIELDS
 
 HELD_OUT = {"held_out": "student", "held_out/teacher": "teacher", "held_out/untrained": "untrained"}
-"""Names of held-out losses, each with the model whose loss it is."""
+"""Subject of the loss (`student`, `teacher`, ...), by the engine's name of a held-out loss."""
 COUNTS = frozenset(
     field.name for field in msgspec.structs.fields(StepDone) if field.type == Count | None
 )
@@ -39,13 +39,13 @@ kd          kd_loss distill_loss distillation_loss train_kd_loss loss_kd
 NAMES: dict[str, list[str]] = {}
 for _engine_name, *_log_names in map(str.split, _TABLE.strip().splitlines()):
     NAMES.setdefault(_engine_name, []).extend(_log_names)
-"""Other tools' names of each value, in lower case, with `_` for every character other than a letter or digit; the
-engine's names are not listed. Tokens are those of one step: names of running sums are left out."""
+"""Other tools' names by the engine's name of a value, in the form of `plain`; the engine's names are not listed. Tokens
+are counts of one step, so names of running sums are not in the table."""
 TIMES = frozenset({"step_s", "data_s"})
 """Values whose names may have a prefix: `perf/step_time`, `profile/data_time`."""
 STEP = ("global_step", "train_global_step", "trainer_global_step", "step", "iteration", "iter")
-"""Names of a column with the step, by priority. W&B's `_step` counts calls of `log`, so a step that the script logs
-has priority."""
+"""Names of a column with the step, by priority. W&B's `_step` comes after a step that the script logs, because it
+counts calls of `log`."""
 TIME = ("unix_s", "wall_time", "timestamp")
 """Names of a column with unix seconds."""
 ENGINE_NAMES = (*OF_STEP, *HELD_OUT)
@@ -55,13 +55,14 @@ _SHOWN = 12
 
 
 def plain(name: str) -> str:
-    """Return a name in the form of the table: `loss_train` for `Loss/train`."""
+    """Return a name in the form of the table, in lower case with `_` for every character other than a letter or digit:
+    `loss_train` for `Loss/train`."""
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
 def find(candidates: Iterable[str], names: Iterable[str]) -> str | None:
-    """Return the name among `names` whose plain form equals the first possible of `candidates`; None if there is
-    none."""
+    """Return the name whose plain form equals a candidate, for the first candidate that any name equals; None if no
+    name equals one."""
     # Of several names with the same plain form, take the shortest: `step`, not `_step`.
     by_plain_name = {plain(name): name for name in sorted(names, key=len, reverse=True)}
     return next(
@@ -70,8 +71,9 @@ def find(candidates: Iterable[str], names: Iterable[str]) -> str | None:
 
 
 def engine_names(series: Mapping[str, Series], given: Mapping[str, str]) -> dict[str, str]:
-    """Return for each of ENGINE_NAMES the name of the series with its values: the name given by `--map`, else the
-    name in the table with the most values. Raises BadInput for a given name that no series has."""
+    """Return the name of the series for each of ENGINE_NAMES that has one: the name given by `--map`, otherwise, of
+    the series with a name in the table, the one with the most values. Raises BadInput if `--map` gives a name that no
+    series has."""
     for engine_name, log_name in given.items():
         if engine_name in ENGINE_NAMES and log_name not in series:
             shown = ", ".join([*sorted(series)[:_SHOWN], *["..."] * (len(series) > _SHOWN)])
@@ -101,8 +103,8 @@ def engine_names(series: Mapping[str, Series], given: Mapping[str, str]) -> dict
 
 
 def _table_name(name: str, among: Sequence[str], after_a_word: bool) -> str:
-    """Return the entry of `among` that equals the plain form of `name`, or that form without its first word; empty if
-    none does."""
+    """Return the plain form of `name` if it is in `among`, or the plain form without its first word if that is; empty
+    if neither is."""
     plain_name = plain(name)
     shorter = plain_name.partition("_")[2] if after_a_word else ""
     return next((candidate for candidate in (plain_name, shorter) if candidate in among), "")

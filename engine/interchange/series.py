@@ -1,7 +1,7 @@
 """Store the values of a run by name and step, for import and export.
 
-A step that is not above the preceding step is a restart: it replaces the values from that step on, as in the view of
-a resumed run, so that the steps of a series always increase.
+If a step is not greater than the preceding step, the run was restarted there: the new value replaces the values from
+that step on, as in a resumed run. So the steps of a series always increase.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Point(NamedTuple):
     unix_s: float
     name: str
     value: float
-    """The value, which may be NaN or infinite; an absent value has no point."""
+    """Value, which may be NaN or infinite. A step without a value has no point."""
 
 
 @dataclass(slots=True)
@@ -36,10 +36,10 @@ class Series:
     """Number of values that restarts have replaced."""
     seen: int = 0
     every: int = 1
-    """Number of values of which one is kept: 1, or more after `add` has thinned them out."""
+    """One of `every` values is kept; more than 1 after `add` has thinned the values out."""
 
     def add(self, step: int, unix_s: float, value: float, limit: int | None = None) -> None:
-        """Add a value. When `limit` values are kept, every second one is dropped, except NaN and infinities."""
+        """Add a value. Once `limit` values are kept, every second value is dropped, except NaN and infinities."""
         self.seen += 1
         if self.seen % self.every and math.isfinite(value):
             return

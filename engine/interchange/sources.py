@@ -34,7 +34,7 @@ _SHOWN = 40
 
 
 class NotALog(BadInput):
-    """A file without any logged value."""
+    """A file that holds no logged value."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,12 +56,12 @@ class Recorded:
     """Exit code of the run; None if it is not known how the run ended."""
     is_timed: bool = True
     left_out: dict[str, str] = field(default_factory=dict)
-    """Names whose values are not numbers, each with the kind of its values."""
+    """Kind of the values, by name, for names whose values are not numbers."""
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """Notes on how the files were read."""
     crash: str | None = None
-    """Text of the exception or signal that ended the run, from a text log; None if the log has none."""
+    """Line of a text log with the exception or signal that ended the run; None if there is none."""
     most: int | None = None
     """Maximum number of values kept of each name; None for all."""
     count: int = 0
@@ -83,7 +83,7 @@ class Recorded:
             self.files.append((str(path), size, hashlib.file_digest(file, "sha256").hexdigest()))
 
     def add(self, name: str, step: int, unix_s: float, value: float, where: object) -> None:
-        """Add a value. Raises BadInput for a step or a time out of range, and for too many values."""
+        """Add a value. Raises BadInput if a step or a time is out of range, or if there are too many values."""
         if not 0 <= step <= limits.LOG_COUNT.most:
             raise BadInput.expected(
                 "step", where, f"0 to {limits.LOG_COUNT.most:,}", f"{step:.6g} of {name}"
@@ -101,7 +101,8 @@ class Recorded:
         series.add(step, unix_s, value, self.most)
 
     def broken(self, what: str, where: object, expected: str, found: str) -> None:
-        """Raise BadInput for a fault; with `partial`, add a warning instead, and keep the values before the fault."""
+        """Raise BadInput for a fault in a file. With `partial`, add a warning instead: the values before the fault are
+        imported."""
         if not self.partial:
             hint = "--partial imports the values before the fault"
             raise BadInput.expected(what, where, expected, found, hint=hint)
@@ -112,13 +113,15 @@ class Recorded:
 
 _EVENTS = "event file"
 _NO_NUMBER = (TypeError, ValueError, IndexError)
-PARTS = frozenset({"train", "training", "validation", "val", "valid", "eval", "test", "dev"})
-"""Names of sibling folders that Keras and others write for one run."""
+SAME_RUN_FOLDERS = frozenset(
+    {"train", "training", "validation", "val", "valid", "eval", "test", "dev"}
+)
+"""Names of sibling folders of event files that belong to one run, as Keras and others write them."""
 
 
 def read_tensorboard(recorded: Recorded, columns: Mapping[str, str]) -> None:
-    """Read the event files of one run: one file, or all files in a folder and its sub-folders. The name of a sub-folder
-    becomes a prefix of its values' names. Raises BadInput."""
+    """Read the event files of one run: one file, or all files in a folder and its sub-folders. Values in a sub-folder
+    get its name as a prefix. Raises BadInput."""
     try:
         from google.protobuf.message import DecodeError
         from tensorboard.compat.proto import event_pb2
@@ -139,7 +142,7 @@ def read_tensorboard(recorded: Recorded, columns: Mapping[str, str]) -> None:
                 reader.GetNext()
                 event = event_pb2.Event.FromString(reader.record())
                 if not number and not event.file_version.startswith("brain.Event"):
-                    raise DecodeError("no version of events in the first record")
+                    raise DecodeError("no file version in the first record")
                 _take_event(recorded, event, prefix, scalars, f"{file} record {number + 1}")
             except errors.OutOfRangeError:
                 break
@@ -149,7 +152,7 @@ def read_tensorboard(recorded: Recorded, columns: Mapping[str, str]) -> None:
                 found = "a record of another format"
                 if isinstance(error, errors.OpError):
                     found = f"a record that {str(error.message).removeprefix(str(file)).strip()}"
-                expected = "a whole record of TensorBoard"
+                expected = "a complete TensorBoard record"
                 recorded.broken(_EVENTS, f"{file} record {number + 1}", expected, found)
                 break
             number += 1
@@ -166,14 +169,18 @@ def _event_files(path: Path) -> tuple[Path, list[Path]]:
         raise BadInput.expected(_EVENTS, path, "files named *tfevents* in the folder", found)
     if len(files) > limits.IMPORT_FILES.most:
         raise BadInput.expected(_EVENTS, path, str(limits.IMPORT_FILES), f"{len(files):,}")
-    # Sibling folders are separate runs, unless one run writes folders with these names.
+    # Sibling folders are separate runs, unless all have names of SAME_RUN_FOLDERS.
     root = Path(os.path.commonpath([file.parent for file in files]))
     folders = sorted({file.parent.relative_to(root) for file in files})
     tops = {folder.parts[0] if folder.parts else "" for folder in folders}
-    if "" not in tops and len(tops) > 1 and not tops <= PARTS:
+    if "" not in tops and len(tops) > 1 and not tops <= SAME_RUN_FOLDERS:
         shown = ", ".join(str(folder) for folder in folders[:4])
         raise BadInput.expected(
-            _EVENTS, path, "one run", f"{len(folders)}: {shown}", hint="name one"
+            _EVENTS,
+            path,
+            "one run",
+            f"{len(folders)}: {shown}",
+            hint="give the path of one of them",
         )
     return root, files
 
@@ -220,7 +227,7 @@ _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 
 
 def read_wandb(recorded: Recorded, columns: Mapping[str, str]) -> None:
-    """Read the log of an offline run: its file, its folder, or the folder `wandb` with one run in it. Raises
+    """Read the log of an offline W&B run: its file, its folder, or a folder `wandb` that holds one run. Raises
     BadInput."""
     try:
         from google.protobuf.message import DecodeError
@@ -250,16 +257,16 @@ def read_wandb(recorded: Recorded, columns: Mapping[str, str]) -> None:
                 recorded.left_out.setdefault("readings of the machine", "stats")
     except (_Broken, DecodeError, BadInput) as error:
         recorded.broken(
-            _RUN, f"{file} record {number + 1}", "a whole record of W&B", str(error)[:80]
+            _RUN, f"{file} record {number + 1}", "a complete W&B record", str(error)[:80]
         )
-    # The step is a column that the script logs in every row, or else `_step`, W&B's count of `log` calls.
+    # The step is a column that the script logs in every row, otherwise `_step`, W&B's count of `log` calls.
     shared = [name for name in (rows[0] if rows else ()) if all(name in row for row in rows)]
     _take_rows(recorded, enumerate(rows, 1), columns, shared)
     recorded.series.pop("_step", None)
 
 
 class _Broken(ValueError):
-    """A frame of a file is not complete."""
+    """A frame of a file is incomplete or damaged."""
 
 
 def _run_file(path: Path) -> Path:
@@ -435,12 +442,12 @@ def read_trainer_state(recorded: Recorded, columns: Mapping[str, str]) -> None:
 _TABLE = "table"
 _EMPTY = ("", "null", "none", "na", "n/a")
 Row: TypeAlias = tuple[int, dict[str, Any]]
-"""A row: the number of its line, and its cells by column name."""
+"""A row of a table: its line number, and its cells by column name."""
 _TORN = "the last line is incomplete and was left out: its writer was killed, or is still writing"
 
 
 def read_table(recorded: Recorded, columns: Mapping[str, str]) -> None:
-    """Read a table with a header: .csv, .tsv, .jsonl (an object a line) or .parquet. Raises BadInput."""
+    """Read a table: .csv or .tsv with a header, .jsonl (one object per line) or .parquet. Raises BadInput."""
     path = recorded.path
     readers: dict[str, Callable[[Recorded], Iterator[Row]]] = {
         ".csv": _csv_rows, ".tsv": _csv_rows, ".jsonl": _json_rows, ".ndjson": _json_rows, ".parquet": _parquet_rows,
@@ -491,7 +498,7 @@ def _csv_rows(recorded: Recorded) -> Iterator[Row]:
 
 
 def _is_torn(raw: BinaryIO) -> bool:
-    """Return whether a file that has been read to its end ends within a line."""
+    """Return whether the last line of a file, which has been read, is incomplete: it has no line break."""
     if raw.read(1):
         return False
     raw.seek(-1, os.SEEK_END)
@@ -540,11 +547,11 @@ def _take_rows(
 ) -> None:
     """Add the numbers of the rows to the series.
 
-    step    the column in `given`, else one of STEP, else the epoch if the first two rows have consecutive epochs,
-            else the number of the row
-    time    the column in `given`, else one of TIME, else the modification time of the file
+    step    first of: the column in `columns`; a column in STEP; the epoch, if the first two rows have consecutive
+            epochs; the number of the row
+    time    first of: the column in `columns`; a column in TIME; the modification time of the file
 
-    `names`: columns that may hold step and time; by default, all columns of the first row.
+    `names` are the columns that may hold step and time; by default, all columns of the first row.
     """
     path, file_unix_s = recorded.path, recorded.path.stat().st_mtime
     step_name = time_name = None

@@ -1,4 +1,4 @@
-"""Read a text log, the printed output of a training with its progress bars, line by line with bounded memory.
+"""Read a text log: the printed output of a training script, progress bars included, line by line with bounded memory.
 
     iter 10: loss 2.1, time 5.12ms                        nanoGPT
     {'loss': 0.5, 'learning_rate': 5e-05, 'epoch': 0.1}   Transformers, TRL, axolotl
@@ -8,8 +8,9 @@
     --> STEP: 5/90 -- GLOBAL_STEP: 5                      Coqui: the step's values follow, one on each line
          | > loss: 0.5  (0.5)
 
-A line has values if it has a loss, or a step and a value. The number of all other lines is reported. If lines have no
-step, the step is that of the progress bar drawn after each line; without such bars, the lines are numbered.
+A line has values if it has a loss, or a step and another value. The number of all other lines is reported. If the lines
+have no step, the step is that of the progress bar printed after each line; without progress bars the lines are
+numbered.
 """
 
 from __future__ import annotations
@@ -57,34 +58,35 @@ _ENGINE_NAMES = {
     for engine_name in ENGINE_NAMES
     for name in (plain(engine_name), *NAMES.get(engine_name, []))
 }
-_NO_PART = frozenset(
+_NOT_IN_NAMES = frozenset(
     {"avg", "average", "mean", "current", "running", "batch", "and", "with", "at", "the"}
 )
-"""Words that may precede a name."""
+"""Words before a name that are not part of it."""
 _HELD_OUT = re.compile(
     r"\b(?:val|valid|validate|validation|validating|eval|evaluation|test)\b", re.IGNORECASE
 )
 _SUMMARY = "train_runtime"
-"""Key of the last dictionary that Transformers prints, whose train_loss is the mean over all steps."""
+"""Key of the last dictionary that Transformers prints. Its train_loss is the mean over all steps, not a loss of the
+last step."""
 _HINTS = ("loss", "step", "iter", "itr", "batch", "update", "it=", "it:", "it ")
-"""Strings of which every line with values has at least one."""
+"""Strings that occur in lines with values: every such line has at least one."""
 _PREFIX, _LONGER = 4, 8
-"""Number of equal first characters of two similar lines, and maximum difference of their lengths."""
+"""Two lines are similar if this many first characters are equal and their lengths differ by at most the second."""
 _ODD = ("nan", "NaN", "NAN", "inf", "Inf", "val", "rror")
-"""Strings that mark a line as one to parse even if it is similar to the line before."""
+"""Strings of lines that are parsed even if they are similar to the line before."""
 _CHUNK, _AGAIN = 1 << 20, "\0"
-"""Number of characters read at once, and the mark that replaces a carriage return: the text after it overwrites the
-text before it on a screen."""
+"""Number of characters read at a time, and the mark that replaces a carriage return: on a terminal, the following text
+overwrites the line."""
 _NAMES_MOST = 1000
 _BARS_MOST = 1 << 20
 _SHOWN = 80
-_WENT_ON = 2
-"""Maximum number of lines with values after a crash: the other ranks may print a last line. If there are more, the
-exception was caught."""
+_LINES_AFTER_CRASH = 2
+"""Maximum number of lines with values after a crash, because other ranks may still print a line. After more lines, the
+script continued, so the exception was caught."""
 
 
 def read_text_log(recorded: Recorded, given: Mapping[str, str]) -> None:
-    """Read a text log. Raises BadInput for a file that is not text, and for a text without a value or a crash."""
+    """Read a text log. Raises BadInput if the file is not text, or if it has neither a value nor a crash."""
     path = recorded.path
     recorded.take_file(path, _LOG)
     with open_regular(path, _LOG) as raw:
@@ -114,8 +116,8 @@ def read_lines(recorded: Recorded, file: TextIO) -> None:
             unfinished = ""
         may_be_odd = any(sign in text for sign in _ODD)
         for line in new_lines:
-            # A line whose values would be thinned out is not parsed if it is similar to the line before and has no
-            # NaN.
+            # While the values of lines are thinned out, similar lines are skipped without parsing, unless they may
+            # hold a NaN.
             if (
                 lines.skip
                 and line[:_PREFIX] == lines.shape
@@ -146,17 +148,17 @@ class _LineReader:
         self.with_values = self.bars = self.others = self.not_read = 0
         self.first = self.first_not_read = ""
         self.step: int | None = None
-        """The newest step, counted over all epochs."""
+        """Step of the newest line, counted over all epochs."""
         self.offset, self.epoch, self.total = 0, 0, 0
         self.counted = False
-        """Whether the lines have no step, so that they are numbered."""
+        """Whether lines are numbered because they have no step."""
         self.is_stepped = False
         self.waits_for_bar = False
         self.bar_steps: array[int] = array("q")
-        """The step of the progress bar after each line without a step."""
+        """Steps of the progress bars, one after each line without a step."""
         self.unix_s: float | None = None
         self.names: dict[str, tuple[str | None, str]] = {}
-        """Name of each value by the words before it; None if the words are not a name."""
+        """Name and kind of a value, by the words before it; the name is None if the words are not a name."""
         self.crash: tuple[int, int, str] | None = None
         """Index in CRASHES, line number and text of the crash."""
         self.exception = ""
@@ -204,7 +206,7 @@ class _LineReader:
             self.first = self.first or f"line {number:,}: {text[:_SHOWN]!r}"
             self.shape, self.length = line[:_PREFIX], len(line)
             return
-        if self.crash is None or self.since_crash <= _WENT_ON:
+        if self.crash is None or self.since_crash <= _LINES_AFTER_CRASH:
             self.look_for_crash(text, number)
         if bar is not None:
             self.bars += 1
@@ -227,7 +229,7 @@ class _LineReader:
             self.exception, self.traced_at = f"{exception[1]}{exception[2]} (line {number:,})", 0
 
     def take_values(self, text: str, number: int, bar: re.Match[str] | None) -> bool:
-        """Take the values of a line; return whether it has any."""
+        """Record the values of a line. Return whether the line has values."""
         values: dict[str, float] = {}
         step = position_total = epoch = None
         has_loss = is_train = False
@@ -268,7 +270,7 @@ class _LineReader:
         return True
 
     def take_coqui(self, pair: re.Match[str], number: int) -> None:
-        """Take the value of a line in a Coqui block, for the step in the block's first line; the means of an
+        """Record the value of a line in a Coqui block for the step in the block's first line. Means over an
         evaluation are held-out values."""
         name = f"val_{pair[2]}" if pair[1] else pair[2]
         self.with_values += 1
@@ -293,17 +295,17 @@ class _LineReader:
                 self.recorded.add(name, step, unix_s, value, where)
                 every = 1
             elif series.steps and series.steps[-1] == step:
-                series.values[-1] = value  # a bar is drawn many times
+                series.values[-1] = value  # a progress bar is printed many times per step
             else:
                 self.recorded.add(name, step, unix_s, value, where)
                 every = min(every, series.every - series.seen % series.every)
         self.skip, self.last_names = every - 1, tuple(values)
 
     def find_name(self, name: str, key: str) -> tuple[str | None, str]:
-        """Return the name and the kind of a value. The name is the words before the value, if they are followed by a
-        separator or are in the table of names."""
+        """Return the name and the kind of a value. The name consists of the words before the value. It is None if the
+        words are neither followed by a separator nor in the table of names."""
         words = name.split(" ")
-        while len(words) > 1 and (words[0].isupper() or words[0].lower() in _NO_PART):
+        while len(words) > 1 and (words[0].isupper() or words[0].lower() in _NOT_IN_NAMES):
             del words[0]
         joined, last_word = plain(" ".join(words)), plain(words[-1])
         kind = _ENGINE_NAMES.get(joined, "")
@@ -359,7 +361,7 @@ class _LineReader:
             raise NotALog.expected(_LOG, recorded.path, "a line with a loss, or a crash", found)
         step_source = "from the lines"
         if self.counted:
-            step_source = "numbers of the lines with values, which have no steps"
+            step_source = "the lines have none, so lines with values are numbered"
             steps = self.bar_steps
             rising = all(a < b for a, b in pairwise(steps))
             if steps and len(steps) == self.step and rising:
@@ -387,7 +389,7 @@ class _LineReader:
             sentence = f"ended by {self.exception[:250]}"
         else:
             return
-        if self.since_crash > _WENT_ON:
+        if self.since_crash > _LINES_AFTER_CRASH:
             self.recorded.warnings.append(f"{sentence}; the script continued")
         else:
             self.recorded.crash = sentence

@@ -1,12 +1,12 @@
 """Collect the context of a run: its settings, its machine, the origin of its code, and how it ended.
 
-Read from the run: settings and their hash, versions, device facts, decisions, the end, receipt, stacks, and its
-output. Read from the present machine, and labelled so: environment, packages, the state of the project's checkout,
-and the kernel's log over the time of the run.
+Read from the run: settings and their hash, versions, device facts, decisions, how it ended, receipt, stacks and output.
+Read from this machine, now, and labelled so: environment, packages, the state of the project's checkout, and the
+kernel's log over the time of the run.
 
-A checkout is identified by its commit and, if files differ from it, by one hash over the diff and the untracked
-files. The diff itself is not kept. Only listed environment variables that change how a run computes are recorded,
-after `redact`.
+A git checkout is identified by its commit and, if files differ from the commit, by one hash over the diff and the
+untracked files. The diff itself is not kept. Of the environment, only listed variables that change how a run computes
+are recorded, after `redact`.
 
 A missing value is recorded with its reason: `{"commit": null, "why": "not a git checkout"}`.
 """
@@ -42,17 +42,17 @@ _LARGEST_HASHED_BYTES = 8 << 20
 
 
 def view_of(run: RunFolder) -> RunView:
-    """Read the run's logs as far as possible, and return its view."""
+    """Return the view of a run from its logs, read as far as they are intact."""
     follower = Follower(run)
-    # If a log is broken, keep the lines before the fault.
+    # The lines before a broken one are kept.
     with contextlib.suppress(RunLogError):
         follower.read_all()
     return follower.view
 
 
 def spec_hash(run: RunFolder) -> dict[str, Any]:
-    """Return the hash of the settings after defaults, as recorded and recomputed from the recorded settings. They are
-    hashed as stored, so that a setting that the engine has gained since then does not change the result."""
+    """Return the hash of the settings with defaults: the recorded hash, and the hash computed from the stored
+    settings. Settings that the engine has gained since the run are not in it."""
     try:
         effective = run.read_effective()
         recorded = effective.get("spec_sha256")
@@ -62,7 +62,7 @@ def spec_hash(run: RunFolder) -> dict[str, Any]:
 
 
 def sessions_of(run: RunFolder) -> list[dict[str, Any]]:
-    """List the sessions of the trainer, by the times at which it opened its log."""
+    """Return the trainer's sessions: each begins with an event that it opened its log."""
     out: list[dict[str, Any]] = []
     try:
         out.extend(session_as_opened(e) for e in events_of(run.events) if isinstance(e, LogOpened))
@@ -72,7 +72,7 @@ def sessions_of(run: RunFolder) -> list[dict[str, Any]]:
 
 
 def session_as_opened(event: LogOpened) -> dict[str, Any]:
-    """Return the entry of a session in a receipt."""
+    """Return a session's entry in the receipt, from the event that begins it."""
     kept = {"unix_s": event.unix_s, "boot_id": event.boot_id, "pid": event.pid}
     return {"opened": now_utc(event.unix_s), **kept}
 
@@ -128,7 +128,7 @@ def checkout_state(
     try:
         commit = _git(folder, "rev-parse", "--verify", "HEAD").decode().strip()
         if only and not _git(folder, "ls-files", *path):
-            # The checkout contains the folder but does not track it, such as a project with its .venv.
+            # The folder is in a checkout that does not track it, for example a .venv in a project.
             return nothing | {"why": "its files are in no git checkout"}
         changed = _git(folder, "diff", "HEAD", "--name-only", "-z", *path).split(b"\0")[:-1]
         untracked = _git(folder, "ls-files", "--others", "--exclude-standard", "-z", *path)
@@ -166,7 +166,7 @@ def engine_source(since_unix_s: float | None = None) -> dict[str, Any]:
 
 
 def _git(folder: Path, *arguments: str) -> bytes:
-    # Take no locks, and run no program that the repository's configuration names.
+    # With these options git takes no locks and runs no program that the repository's configuration names.
     command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments]
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
     return subprocess.run(
@@ -180,8 +180,9 @@ def _git(folder: Path, *arguments: str) -> bytes:
 
 
 def _hash_difference(folder: Path, difference: bytes, names: list[bytes]) -> str:
-    """Hash the diff, then the name and content of each untracked file. For a file above `_LARGEST_HASHED_BYTES`, and
-    after the first `_UNTRACKED_FILES_HASHED` files, hash the size instead of the content."""
+    """Return a hash of the diff, and of the name and content of each untracked file. Of files larger than
+    `_LARGEST_HASHED_BYTES`, and after the first `_UNTRACKED_FILES_HASHED` files, the size is hashed instead of the
+    content."""
     digest = hashlib.sha256(difference)
     for number, name in enumerate(names):
         file = folder / os.fsdecode(name)

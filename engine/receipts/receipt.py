@@ -1,12 +1,12 @@
 """Collect the facts that a run's folder proves about the run, and compare a receipt with them. No torch.
 
 `facts_of` reads a run's logs and settings; the trainer adds its own facts and writes receipt.json
-(`engine.train.finish`). A run that was killed has no receipt, but `facts_of` returns the same facts up to
-where it stopped. `check_receipt` compares a receipt with the files of its run folder.
+(`engine.train.finish`). A run that was killed has no receipt, but `facts_of` returns the same facts up to the end of
+its log. `check_receipt` compares a receipt with the files of its run folder.
 
 Identity fields come first: tool, config, seeds, data, weights, device, environment, times, outcome. Then come
-decisions and rows. A value that the log records is never copied from the request. Everything else in the log, such as
-the checkpoints, is covered by the hash of the log.
+decisions and rows. Values come from the log, never from the request, if the log records them. The rest of the log, such
+as the checkpoints, is covered by the hash of the log.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ _UNSEALED = frozenset(
         *("stacks", "ranks", "flight", "columns"),
     }
 )
-"""Names of the files and folders of a run folder that other processes write, during training and after it."""
+"""Names of files and folders in a run folder that a receipt does not cover, because other processes write them during
+training or after it."""
 
 
 class _File(msgspec.Struct):
@@ -58,8 +59,8 @@ class _Decided(msgspec.Struct):
 
 
 class _Form(msgspec.Struct):
-    """Schema of the fields of a receipt that this module iterates over, because a receipt may come from an untrusted
-    source."""
+    """Schema of the fields of a receipt that this module iterates over. It is checked, because a receipt may come from
+    an untrusted source."""
 
     logs: dict[str, _Log | None] | None = None
     student_files: dict[str, _File] | None = None
@@ -101,14 +102,14 @@ def logs_of(run: RunFolder) -> tuple[Path, ...]:
 
 
 def _fields(event: Event | None) -> dict[str, Any] | None:
-    """Return the fields of an event without its sequence number and time."""
+    """Return the fields of an event except its sequence number and time."""
     if event is None:
         return None
     return {k: v for k, v in plain(event).items() if k not in ("seq", "t_s")}
 
 
 def digest_of_log(path: Path) -> dict[str, Any] | None:
-    """Return the current size and hash of a log. A log only grows, so they stay valid for its first bytes."""
+    """Return the current size and hash of a log. A log only grows, so the hash stays that of its first bytes."""
     if not path.is_file() or (size := path.stat().st_size) > LOG_FILE.most:
         return None
     return {"bytes": size, "sha256": _sha256(path, LOG_FILE, size)}
@@ -125,7 +126,8 @@ def _digest_of_file(file: Path) -> dict[str, Any]:
 
 
 def digest_rest(run: RunFolder) -> dict[str, dict[str, Any]]:
-    """Return size and hash of every file of a run folder except logs, the student, checkpoints and unsealed files."""
+    """Return size and hash of every file of a run folder, except logs, the student, checkpoints and files that a
+    receipt does not cover."""
     return {
         name: _digest_of_file(run.path / name)
         for name in _names(run)
@@ -135,7 +137,7 @@ def digest_rest(run: RunFolder) -> dict[str, dict[str, Any]]:
 
 
 def _names(run: RunFolder) -> list[str]:
-    """Return the files of a run folder that a receipt covers, as paths in it."""
+    """Return the files of a run folder that a receipt covers, as paths relative to the folder."""
     files = (path for path in run.path.rglob("*") if path.is_symlink() or not path.is_dir())
     parts = (path.relative_to(run.path).parts for path in files)
     covered_parts = (
@@ -159,7 +161,7 @@ def _sha256(path: Path, limit: Limit, first_bytes: int | None = None) -> str | N
 
 
 def effective_of(run: RunFolder) -> dict[str, Any]:
-    """Return the content of effective.json, such as a run's settings by section; empty when it cannot be read."""
+    """Return the content of effective.json, with the run's settings by section; empty if it cannot be read."""
     try:
         effective = run.read_effective()
     except RunLogError:
@@ -173,8 +175,8 @@ def effective_of(run: RunFolder) -> dict[str, Any]:
 
 
 def rows_of(view: RunView) -> dict[str, Any]:
-    """Count the rows that went through the model, and the rows whose gradient was applied. The update of a step with
-    a non-finite value is not applied."""
+    """Count the rows that went through the model, and the rows of steps whose update was applied. An update with a
+    non-finite value is skipped."""
     steps = view.steps.values("step")
     rows = view.steps.values("rows")
     bad = _skipped_steps(view)
@@ -191,19 +193,19 @@ def rows_of(view: RunView) -> dict[str, Any]:
 
 def _skipped_steps(view: RunView) -> set[int]:
     """Return the steps whose update was skipped because a number was not finite."""
-    # These numbers are measured between updates, so they skip no update.
+    # Numbers that are measured between updates cause no skipped update.
     between_updates = ("heldout_loss", "weight_norm")
     return {event.step for event in view.non_finite if event.id not in between_updates}
 
 
-# A receipt compared with the files of its run folder
+# Comparing a receipt with the files of its run folder
 
 
 def check_receipt(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dict[str, Verdict]:
     """Compare everything in a receipt that can be compared with the run folder without torch.
 
-    `not_compared` lists the rest. The log has the receipt's hash, so the receipt's facts are not compared again. A
-    receipt is no signature: a folder in which both log and receipt were rewritten passes.
+    `not_compared` lists the rest. The log records the receipt's hash, so the facts in the receipt are not compared with
+    the log one by one. A receipt is not signed: a folder in which both log and receipt were rewritten passes.
     """
     recorded = view.receipt.sha256 if view.receipt is not None else None
     out = {
@@ -268,7 +270,7 @@ def check_student_files(run: RunFolder, receipt: dict[str, Any]) -> dict[str, Ve
     """Compare the files of the student with the hashes in a receipt."""
     out = {}
     for name, recorded in (receipt.get("student_files") or {}).items():
-        # A name with a path could point outside the student's folder.
+        # A name with a `/` could point outside the student's folder.
         inside = name not in ("", ".", "..") and "/" not in name
         found = _sha256(run.student / name, STUDENT_FILE) if inside else None
         out[f"student/{name}"] = _equal(f"sha256 of {name}", recorded["sha256"], found)
@@ -287,7 +289,7 @@ def _checkpoints(run: RunFolder, view: RunView) -> dict[str, Verdict]:
 
 
 def _equal(what: str, recorded: str | None, found: str | None) -> Verdict:
-    """Compare two hashes."""
+    """Compare a recorded hash with the one found."""
     if recorded is None:
         return Verdict(Level.UNKNOWN, f"{what}: the receipt does not record it")
     if recorded != found:
@@ -297,8 +299,8 @@ def _equal(what: str, recorded: str | None, found: str | None) -> Verdict:
 
 
 def read_receipt_or_facts(run: RunFolder, view: RunView) -> tuple[dict[str, Any], bool]:
-    """Return the receipt, or the facts so far if there is none, and whether a receipt was read. Raises RunLogError
-    for a malformed receipt."""
+    """Return a run's receipt, or its facts so far if it has none, and whether a receipt was read. Raises RunLogError
+    if the receipt is malformed."""
     receipt = run.read_receipt()
     if receipt is not None:
         try:

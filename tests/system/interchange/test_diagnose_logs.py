@@ -106,7 +106,7 @@ def test_steps_are_those_of_the_bar_or_are_said_to_be_counted(tmp_path: Path) ->
     )
     said = engine_here("diagnose", path, "--series").stdout
     assert (
-        "numbers of the lines with values, which have no steps" in said and "steps 1 to 50" in said
+        "the lines have none, so lines with values are numbered" in said and "steps 1 to 50" in said
     )
 
 
@@ -233,7 +233,10 @@ def test_a_long_curve_is_thinned_and_each_nan_is_kept(tmp_path: Path) -> None:
     path.write_text("".join(lines))
     code, found = diagnosed(path)
     assert code == 2 and "loss was nan in steps 30001 to 30004" in found["verdict"]["line"]
-    assert "long curves: every 4th value is judged, and every non-finite one" in found["read"]
+    assert (
+        "long curves: of each 4 values one is evaluated, and every non-finite value"
+        in found["read"]
+    )
 
 
 @pytest.mark.soak

@@ -102,9 +102,9 @@ def test_event_files_become_a_run_with_every_number(event_files: Path, tmp_path:
     assert view.logged["accuracy"] == (9, float32(0.9)) and view.logged["new/style"] == (11, 1.5)
     assert view.logged["best"] == (0, 0.5), "logged at the end, and later than every step"
     assert settings_of(run) == {"config.lr": 1e-3, "config.optimizer": "adamw"}
-    assert "left out, no number: weights (histo)" in said
+    assert "left out because they are not numbers: weights (histo)" in said
     assert "loss from train/loss, lr from train/learning_rate" in said
-    assert "logged under its own name: accuracy, best, new/style" in said
+    assert "names kept unchanged: accuracy, best, new/style" in said
 
 
 def test_the_run_says_which_files_it_was_made_from(event_files: Path, tmp_path: Path) -> None:
