@@ -282,8 +282,12 @@ def _end_finding(view: RunView, state: str, path: str) -> Finding:
     elif state in _FROM_OUTSIDE:
         action = "find out what ended it (a scheduler, `timeout`, a memory guard)"
         action += f"; then {resume}" if resume else ""
-    else:
+    elif state not in ("failed", "crashed"):
         action = f"engine diagnose {path}"
+    elif view.is_foreign:
+        action = "read the last lines that the command printed, correct the cause, and start it again"
+    else:
+        action = f"read the traceback in {path}/stderr.txt; then {resume}"
     return Finding(
         level=ENDED,
         text=one_line(text or state).splitlines()[0].rstrip("."),
