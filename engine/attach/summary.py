@@ -59,6 +59,7 @@ NO_STEP = "torch was imported, and no torch optimizer stepped on rank 0"
 NO_OPTIMIZER = (
     "torch was imported, and no torch optimizer was created: there are no steps to record"
 )
+START_AGAIN = "read the last lines that the command printed, correct the cause, and start it again"
 LET_STEP = "let the script's optimizer step, and watch it again"
 LET_IN = (
     "engine watch -- python SCRIPT, without -I or -E; in a container or under sudo, start engine watch inside, or "
@@ -421,6 +422,8 @@ class _Summary:
                 return f"engine diagnose {self.path}"
             return f"{view_command}; to see its steps and its end, start it with engine watch -- COMMAND"
         if self._is_outside and not self._has_raised:
+            if ended is not None and (ended.returncode or 0) > 0 and not self._imported_torch:
+                return START_AGAIN
             if self._has_no_optimizer:
                 return f"{view_command} has the machine and the exit; steps are seen of torch optimizers only"
             return LET_STEP if self._imported_torch else LET_IN

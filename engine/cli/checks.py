@@ -189,6 +189,6 @@ def _verdict(check: Judged | None) -> Verdict:
     from engine.verdict import Level, Verdict
 
     if check is None:
-        return Verdict(Level.UNKNOWN, "has not answered in this session")
+        return Verdict(Level.UNKNOWN, "has no result in this session")
     level = {"pass": Level.PASS, "fail": Level.FAIL}.get(check.level, Level.UNKNOWN)
     return Verdict(level, one_line(check.text))

@@ -92,9 +92,12 @@ def choose_receivers(wanted: str, environ: Mapping[str, str]) -> list[Receiver]:
         elif word not in ("", NOBODY):
             known = read_receivers()
             if word not in known:
-                names = ", ".join([ALL, NOBODY, *known])
-                shown = word if NAME.fullmatch(word) else "another text"
-                raise BadInput.expected("notify", config_file(), f"one of {names}", shown)
+                names = (
+                    f"one of its receivers ({', '.join(known)})" if known else "a receiver in it"
+                )
+                shown = f"no {word!r}" if NAME.fullmatch(word) else "another text"
+                expected = f"{names}, all, none, $VARIABLE or a URL"
+                raise BadInput.expected("notify", config_file(), expected, shown)
             receivers.append(known[word])
     return receivers
 

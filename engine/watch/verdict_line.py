@@ -285,7 +285,9 @@ def _end_finding(view: RunView, state: str, path: str) -> Finding:
     elif state not in ("failed", "crashed"):
         action = f"engine diagnose {path}"
     elif view.is_foreign:
-        action = "read the last lines that the command printed, correct the cause, and start it again"
+        action = (
+            "read the last lines that the command printed, correct the cause, and start it again"
+        )
     else:
         action = f"read the traceback in {path}/stderr.txt; then {resume}"
     return Finding(

@@ -102,7 +102,7 @@ def smoke(subject: Subject) -> Outcome:
             f"predicted by any model"
         )
         return unknown(ID, text, **numbers)
-    text = f"loss {first_loss:.4f} -> {last_loss:.4f} in {steps} steps on one batch ({least:.2f} nats cannot be learnt)"
+    text = f"loss {first_loss:.4f} -> {last_loss:.4f} in {steps} steps on one batch; no model can go below {least:.2f}"
     return answered(ID, Level.PASS if last_loss < first_loss else Level.FAIL, text, **numbers)
 
 

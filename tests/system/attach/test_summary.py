@@ -16,6 +16,7 @@ from engine.attach.summary import (
     MOST_LINES,
     NO_OPTIMIZER,
     NO_STEP,
+    START_AGAIN,
     WIDTH,
     summary_lines,
 )
@@ -176,7 +177,7 @@ def test_a_script_that_never_stepped_is_told_from_one_without_a_probe(tmp_path: 
     found = parts(summary_lines(RunFolder(tmp_path / "outside" / "run")))
     assert "run: failed with exit code 70; observed from outside only" in found["verdict"]
     assert "PYTHONPATH did not reach it" in found["why"] and "engine broke" not in found["why"]
-    assert found["next step"] == LET_IN
+    assert found["next step"] == START_AGAIN
 
 
 @pytest.mark.soak  # a Trainer of transformers is watched in test_callbacks, and by `make frameworks`

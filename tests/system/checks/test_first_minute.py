@@ -269,7 +269,7 @@ def test_a_check_that_has_not_answered_is_unknown(
 ) -> None:
     assert ask(logged(tmp_path, {"weights_alive": "pass"}), json=True) == EXIT_UNKNOWN
     rows = {row["id"]: row for row in json.loads(capsys.readouterr().out)["checks"]}
-    assert rows["step_gradients"]["reason"] == "has not answered in this session"
+    assert rows["step_gradients"]["reason"] == "has no result in this session"
     assert rows["weights_alive"]["numbers"] == {"kl": "nan", "step": 1.0}
 
 
