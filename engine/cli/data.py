@@ -91,9 +91,9 @@ def _show_data(
     progress: Progress,
     status: StatusLine,
 ) -> int:
-    from engine.plan.data_overview import look_at_data
+    from engine.plan.data_overview import overview_of_data
 
-    overview = look_at_data(
+    overview = overview_of_data(
         spec, inputs, samples=arguments.samples, everything=arguments.all, progress=progress
     )
     status.clear()

@@ -1,35 +1,34 @@
 """The memory of one forward pass of the decoder, computed from its shape. No torch.
 
-Letters: N = B*T tokens in B rows of T, D width, F feed-forward width, Q all query heads together, K all
-key/value heads together, H query heads, J key/value heads, E one head, L layers; p bytes per number in
-the dtype of the matmuls (2 under bf16 autocast or in a bf16 model, else 4), r bytes per number in the
-residual stream (the dtype of the embedding: 4 in a student, p in a bf16 teacher).
+Letters: N = B*T tokens in B rows of T tokens, D hidden size, F feed-forward width, H query heads, J key/value heads,
+E head size, Q = H E, K = J E, L layers; p bytes per number in the dtype of the matmuls (2 under bf16 autocast or in a
+bf16 model, else 4), r bytes per number in the residual stream (the dtype of the embedding: 4 in a student, p in a bf16
+teacher).
 
-Kept for the backward pass, per token and layer, in addition to the weights:
+Kept for the backward pass, in bytes per token and layer, in addition to the weights:
 
     norm inputs          2 (r D + 4)            the residual, and 1/rms
     matmul inputs        2 p D                  the inputs of the q, k, v and of the gate, up matmuls
     q, k, v              p (Q + 2 K)            after rotation; 3 p Q if the kernel cannot share heads
     attention output     p Q + 4 H              and the logsumexp of each query
     head norms (Qwen3)   p (Q + K) + 4 (H + J)  their inputs, and 1/rms
-    norms after (OLMo)   2 (p D + 4)            in place of the norm inputs above, or in addition (Gemma, where
-                                                the norms' inputs are fp32)
+    post-norms           2 (p D + 4)            OLMo: instead of the norm inputs above; Gemma: in addition to them,
+                                                and in fp32
     feed-forward         4 p F                  gate, silu(gate), up and silu(gate) * up
 
-and once: the last norm's input, r D + 4 per token; cosines and sines, p per token and number that RoPE rotates
-(E, or a part of it); the mask, p B T T;
-and under autocast a copy of each linear weight, p bytes per number.
+Kept once for all layers: the input of the last norm, r D + 4 per token; cosines and sines, p per token and per rotary
+dimension; the mask, p B T T. Under autocast, a copy of each linear weight, p bytes per number.
 
-A CPU has no fused norm: it also keeps the normalised values, 4 bytes each, and the fp32 inputs of the q
-and k norms. The CUDA kernel that does not share heads stores its logsumexp in blocks of 32 tokens, and
-needs the rows of the mask in multiples of 8: otherwise each layer keeps a padded mask of its own.
+A CPU has no fused norm: it also keeps the normalised values, 4 bytes each, and the fp32 inputs of the q and k norms. A
+CUDA kernel that needs as many key/value heads as query heads stores its logsumexp in blocks of 32 tokens, and needs
+mask rows in multiples of 8: if T is no multiple of 8, each layer keeps a padded copy of the mask.
 
-Packed attention has no mask, and its kernel shares heads. A layer in our kernels keeps three parts of the
-feed-forward: gate, up and silu(gate) * up. With checkpointing only each
-layer's input is kept, plus, in the backward pass, what one layer keeps.
+Packed attention has no mask, and its kernel does not copy key/value heads. A layer in the engine's kernels keeps three
+tensors of the feed-forward instead of four: gate, up and silu(gate) * up. With checkpointing, only the input of each
+layer is kept, and during the backward pass also what one layer keeps without checkpointing.
 
-Covered: `engine.models.decoder` with documents given, on CUDA and CPU; a test compares the sum with what
-autograd saves. Not covered: workspaces inside kernels.
+Covered: `engine.models.decoder` for rows with several documents, on CUDA and CPU; a test compares the sum with the
+tensors that autograd saves. Not covered: workspaces inside kernels.
 """
 
 from __future__ import annotations
@@ -59,17 +58,17 @@ class Forward:
     """Whether attention accepts fewer key/value heads than query heads without copying them."""
     packed: bool = False
     fused: bool = False
-    """Whether the operations between the matmuls run in our kernels, with gradients."""
+    """Whether the operations between the matmuls run in the engine's kernels, with gradients."""
     checkpointing: bool = False
     kept_layers: int = 0
-    """With `checkpointing`: how many of the last layers keep all that they compute."""
+    """Number of the last layers that keep all their activations despite `checkpointing`."""
 
     @property
     def tokens(self) -> int:
         return self.rows * self.seq_len
 
     def kept(self) -> dict[str, int]:
-        """Return the bytes that autograd keeps until the backward pass, by kind."""
+        """Return the bytes that autograd keeps until the backward pass, by kind of tensor."""
         if not self.checkpointing:
             return self._kept_without_checkpointing()
         c, r = self.config, self.residual_bytes
@@ -83,9 +82,8 @@ class Forward:
         }
 
     def recomputed(self) -> int:
-        """Return the bytes that the backward pass recomputes for one layer and keeps while it is in that
-        layer.
-        """
+        """Return the bytes of recomputed activations that the backward pass of one layer keeps; 0 without
+        checkpointing."""
         if not self.checkpointing:
             return 0
         whole = sum(self._kept_without_checkpointing().values())
@@ -134,7 +132,8 @@ class Forward:
 
     @property
     def _kinds(self) -> int:
-        """Return the number of kinds of layers, with a window or without; each kind has its own mask and RoPE."""
+        """Return the number of kinds of layers: 2 if only some have a sliding window. Each kind has its own mask and
+        RoPE."""
         c = self.config
         return len({c.has_window(layer) for layer in range(c.num_hidden_layers)})
 
@@ -163,7 +162,7 @@ class Forward:
 
     @property
     def _pads(self) -> bool:
-        """Return whether attention runs in CUDA's memory-efficient kernel, which pads the mask."""
+        """Return whether attention runs in torch's memory-efficient CUDA kernel, which pads the mask."""
         return self.fused_norms and not self._shares
 
     def _logsumexp(self) -> int:
@@ -178,15 +177,15 @@ class Forward:
         layer_bytes = self.matmul_bytes * self.rows * self.seq_len * padded
         return self.config.num_hidden_layers * layer_bytes
 
-    def passing(self) -> int:
-        """Return the largest number of bytes alive at once when nothing is kept for a backward pass.
+    def without_autograd(self) -> int:
+        """Return the peak memory of a forward pass without autograd, in bytes.
 
-        They are the masks, a layer's input, and the largest set of temporaries inside the layer.
+        It consists of the masks, the layer's input, and the largest set of temporaries inside a layer.
         """
         c, p, r = self.config, self.matmul_bytes, self.residual_bytes
         query, shared = query_width(c), shared_width(c)
         keys = 0 if self._shares else 2 * query
-        # The layer's input, its sum with the attention output, and the norm of that.
+        # The layer's input, its sum with the attention output, and the norm of the sum.
         stream = 2 * r * c.hidden_size + p * c.hidden_size
         feed_forward = stream + 3 * p * c.intermediate_size
         attention = stream + p * (2 * query + 2 * shared + keys) + 4 * c.num_attention_heads
@@ -195,7 +194,7 @@ class Forward:
             attention = max(attention, stream + p * (query + 2 * shared) + 8 * query)
             feed_forward = max(feed_forward, stream + 8 * c.hidden_size)
         widest = self.tokens * max(feed_forward, attention)
-        # Two boolean masks, a byte per entry, while the additive mask is made.
+        # Two boolean masks, one byte per entry, while the additive mask is computed.
         mask_temporaries = 0 if self.packed else 2 * self.rows * self.seq_len**2
         return (
             self.mask()

@@ -1,26 +1,25 @@
-"""Costs of the parts of a training step: FLOPs, bytes moved and kernel launches, from the shapes alone. No torch.
+"""Costs of the components of a training step: FLOPs, bytes moved and kernel launches, from the shapes alone. No torch.
 
-Letters: N tokens of a step in P micro-batches of rows of S tokens; L layers, D width, Q all query heads together, W the
-elements in the linear weights of all layers, A all parameters, V the vocabulary. A
-multiply-add counts as two FLOPs, and O is LAUNCHES.
+Letters: N tokens of a step in P micro-batches, whose rows have S tokens; L layers, D hidden size, Q query heads times
+head size, W elements in the linear weights of all layers, A parameters, V vocabulary size, O = LAUNCHES. A multiply-add
+counts as two FLOPs.
 
-    part        FLOPs                               bytes                        launches
+    component   FLOPs                               bytes                        launches
     student     N (2 W + 2 S Q L)                   4 W P + 4 O N D L            O L P
-    teacher     the same of its shape               the same                     the same
+    teacher     as the student, of its own shape    as the student               as the student
       stored    none                                8 N D                        O P
     loss        3 x 2 N V D, teacher 2 N V D        12 x 4 N V for each model    O for each chunk
-    backward    twice the student's, three times    twice the student's + 4 A    as its FLOPs
-                where activations are recomputed
+    backward    2 x the student's, or 3 x if        2 x the student's + 4 A      2 x or 3 x the student's
+                activations are recomputed
     optimizer   none                                7 x 4 A                      O
 
-2 W forward and 4 W backward are the count of Kaplan et al. 2020 (arXiv:2001.08361, section 2.1). Attention is that of
-PaLM (arXiv:2204.02311, appendix B), halved: a token attends to half of its row on average, in q k^T and in p v, and to
-less in rows that hold several documents. Bytes and launches are those of layers in fp32 in which no operation is fused.
-So a step needs no more than this; a part that takes many times as long does other work.
+The 2 W of the forward pass and 4 W of the backward pass are from Kaplan et al. 2020 (arXiv:2001.08361, section 2.1).
+Attention is from PaLM (arXiv:2204.02311, appendix B), halved: in q k^T and in p v, a token attends to half of its row
+on average, and to less in rows that hold several documents. Bytes and launches are those of fp32 layers without fused
+operations. So these costs are upper bounds for a step, and a component that takes many times as long does other work.
 
-FLOPs per token leave recomputation out (the convention of MFU), and so are an upper bound of a useful rate. The
-datasheet's dense bf16 rate is one that no matmul reaches (on an H200 the largest reach 0.8 of it), so a share of 1 is
-not attainable.
+`flops_per_token` leaves out recomputation, as is the convention for MFU. No matmul reaches the dense bf16 rate of the
+datasheet (on an H200 the largest reach 0.8 of it), so an MFU of 1 is not attainable.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from engine.machine.reading import Reading, absent, measured
 from engine.models.config import ModelConfig, count_parameters
 
 LAUNCHES = 40
-"""Operations of one layer's forward pass where none are fused; each reads or writes the layer's hidden states."""
+"""Number of operations in one layer's forward pass without fusion; each reads or writes the layer's hidden states."""
 SOFTMAX_TIMES = 12
-"""Times that each fp32 logit is read or written for a softmax, a loss and its gradient, none of them fused."""
+"""Number of times that each fp32 logit is read or written for softmax, loss and gradient without fusion."""
 ADAMW_TIMES = 7
-"""Numbers of 4 bytes that an update reads and writes for each parameter."""
+"""Number of fp32 numbers that an update reads and writes for each parameter."""
 DENSE_BF16_FLOPS = {
     "H200": 989.4e12,
     "H100 PCIe": 756e12,
@@ -43,12 +42,12 @@ DENSE_BF16_FLOPS = {
     "A100": 312e12,
     "L40S": 362e12,
 }
-"""Dense bf16 FLOP/s with fp32 accumulation, from NVIDIA's datasheets, keyed by a part of the device name."""
+"""Dense bf16 FLOP/s with fp32 accumulation, from NVIDIA's datasheets, by a substring of the device name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Cost of one part of a step."""
+    """Cost of one component of a step."""
 
     flops: float = 0.0
     moved_bytes: float = 0.0
@@ -83,7 +82,7 @@ def linear_weights(config: ModelConfig) -> int:
 
 
 def forward_cost(config: ModelConfig, tokens: int, seq_len: int, passes: int = 1) -> Cost:
-    """Return the cost of a model's hidden states, without its head."""
+    """Return the cost of a model's forward pass up to its hidden states, without the head."""
     layers, weights = config.num_hidden_layers, linear_weights(config)
     return Cost(
         flops=2.0 * tokens * (weights + seq_len * query_width(config) * layers),
@@ -103,9 +102,10 @@ def step_costs(
     recomputes: bool = False,
     chunk_rows: int = 0,
 ) -> dict[str, Cost]:
-    """Return the cost of each part of a step of N tokens in `passes` micro-batches; the loss computes
-    `chunk_rows` tokens at a time (0: not known). `teacher` is None when the objective uses none; one whose outputs are
-    `stored` is not run."""
+    """Return the cost of each component of a step of `tokens` tokens in `passes` micro-batches.
+
+    The loss computes `chunk_rows` tokens at a time; 0 if that is unknown. `teacher` is None if the objective uses no
+    teacher. With `stored`, the teacher's outputs are read, and its model is not run."""
     layers, parameters = forward_cost(student, tokens, seq_len, passes), count_parameters(student)
     times_forward = 3.0 if recomputes else 2.0
     costs = {
@@ -135,13 +135,13 @@ def step_costs(
 
 
 def flops_per_token(student: ModelConfig, teacher: ModelConfig | None, seq_len: int) -> float:
-    """Return the FLOPs per token of one training step; `teacher` is None when the objective uses none."""
+    """Return the FLOPs per token of one training step; `teacher` is None if the objective uses no teacher."""
     costs = step_costs(student, teacher, seq_len, seq_len)
     return sum(cost.flops for cost in costs.values()) / seq_len
 
 
 def peak_flops(device_name: str, gpus: int = 1) -> Reading:
-    """Return the dense bf16 FLOP/s of `gpus` devices of this name; absent when the name is unknown."""
+    """Return the dense bf16 FLOP/s of `gpus` devices of this name; absent if the name is unknown."""
     for name, rate in DENSE_BF16_FLOPS.items():
         if name in device_name:
             of_gpus = "" if gpus == 1 else f", of {gpus} GPUs"

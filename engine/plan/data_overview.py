@@ -1,6 +1,6 @@
-"""Overview of the data of a spec: documents, tokens, what has a label, and what was left out and why.
+"""Overview of the data of a spec: documents, tokens, labels, and what was left out and why.
 
-All numbers are of the tokens that the models would read; for a large corpus, of a part of it.
+All numbers are counted on the tokens that the models would read. Of a large corpus only the first part is read.
 """
 
 # Shapes: B rows, T tokens of a row
@@ -29,7 +29,7 @@ from engine.spec import RunSpec
 from engine.units import format_bytes, format_count
 
 TOKENIZED_BYTES = 16 << 20
-"""Size of the text that is tokenized by default, which takes some seconds."""
+"""Size of the text that is tokenized by default, in bytes; it takes some seconds."""
 BARS = 40
 """Length of the longest bar of a histogram, in characters."""
 SAMPLE_TOKENS = 400
@@ -39,29 +39,29 @@ REASONS = 10
 
 
 Marked = tuple[str, bool]
-"""Text, and whether it is to be predicted."""
+"""A segment of text, and whether its tokens are labels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """One side of the split."""
+class SplitOverview:
+    """The training split or the held-out split."""
 
     documents: int
     conversations: int
     text_bytes: int
     tokens: int
     labelled: int
-    """Tokens that are to be predicted."""
+    """Number of tokens that are labels."""
     rows: int
     unlabelled_rows: int
-    """Rows without a label, which are not trained on."""
+    """Number of rows without a label, which are not trained on."""
     padding: int
-    """Positions of the rows that are padding."""
+    """Number of positions in the rows that are padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    """Something that is left out, or used in part."""
+    """Reason why data is left out or used only in part."""
 
     text: str
     count: int
@@ -72,7 +72,7 @@ class Reason:
 class Copies:
     count: int
     names: tuple[tuple[str, str], ...]
-    """Names of the first copies, each with the name of its original: file and line of a record."""
+    """Pairs of names, of a copy and of its original, for the first copies. A record is named by its file and line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,37 +83,38 @@ class Sample:
     tokens: int
     shown: int
     parts: tuple[Marked, ...]
-    """Text in order, and whether it is to be predicted."""
+    """The text in segments, each with whether its tokens are labels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overview:
     source: str
     seq_len: int
-    train: Part
-    heldout: Part
+    train: SplitOverview
+    heldout: SplitOverview
     steps: int
     passes: float | None
-    """Passes over the training text that the steps make; None if part of the text was not read."""
+    """Number of epochs that the steps make; None if part of the corpus was not read."""
     behind_a_cut: float | None
-    """Share of the labels of conversations whose conversation begins in an earlier row; None for text."""
+    """Share of the labels, 0 to 1, whose conversation begins in an earlier row; None for plain text."""
     lengths: tuple[tuple[int, int], ...]
-    """Training documents by length: the most tokens of a group, a power of two, and how many are in it."""
+    """Histogram of the lengths of training documents: the upper bound of each bin in tokens, a power of two, and the
+    number of documents in the bin."""
     longer_than_a_row: int
     repeated: Copies
-    """Training documents whose content an earlier one has."""
+    """Training documents with the same content as an earlier one."""
     dropped: Copies
-    """Documents dropped from the training text because their text is held out."""
+    """Documents dropped from the training split because their text is also held out."""
     left_out: tuple[Reason, ...]
     remarks: tuple[Reason, ...]
-    """Parts of records and conversations that are not read, not rendered or not labelled."""
+    """Reasons why parts of records and conversations are not read, not rendered or not labelled."""
     partly_labelled: int
     beyond_bytes: int
-    """Documents that were not read; 0 if all were."""
+    """Number of documents that were not read because the corpus is too large; 0 if all were read."""
     samples: tuple[Sample, ...]
 
     def lines(self) -> list[str]:
-        """Format it for people, without the samples."""
+        """Return the overview as lines for the terminal, without the samples."""
         part = (
             f" (of at most {format_bytes(TOKENIZED_BYTES)}; {self.beyond_bytes:,} documents were not read)"
             if self.beyond_bytes
@@ -131,23 +132,26 @@ class Overview:
             )
             if side.padding:
                 positions = side.rows * self.seq_len
-                lines.append(f"{'':9} {side.padding / positions:.1%} of their places are padding")
-            if side.unlabelled_rows:
                 lines.append(
-                    f"{'':9} {side.unlabelled_rows:,} rows have no label and are not taken"
+                    f"{'':9} {side.padding / positions:.1%} of their positions are padding"
                 )
+            if side.unlabelled_rows:
+                lines.append(f"{'':9} {side.unlabelled_rows:,} rows have no label and are not used")
         lines.append(f"{self.steps:,} steps: {passes_text(self.passes)}")
         lines += behind_a_cut_lines(self.behind_a_cut)
         lines += ["", "tokens of a training document"]
         lines += self._histogram()
         if self.longer_than_a_row:
             lines.append(
-                f"{self.longer_than_a_row:,} are longer than a row; the rest of each is in the next one"
+                f"{self.longer_than_a_row:,} are longer than a row; the rest of each document is in the next row"
             )
         remarks = []
         for copies, words in (
-            (self.repeated, "training documents repeat another one"),
-            (self.dropped, "documents are dropped from train, because their text is held out"),
+            (self.repeated, "training documents are copies of another one"),
+            (
+                self.dropped,
+                "documents are dropped from the training split, because their text is held out",
+            ),
         ):
             if copies.count:
                 remarks.append(f"{copies.count:,} {words}:")
@@ -155,7 +159,9 @@ class Overview:
                 if copies.count > len(copies.names):
                     remarks.append(f"    and {copies.count - len(copies.names):,} more")
         if self.partly_labelled:
-            remarks.append(f"{self.partly_labelled:,} conversations have a turn without labels")
+            remarks.append(
+                f"{self.partly_labelled:,} conversations have an assistant turn without labels"
+            )
         remarks += [
             f"{reason.count:,} left out: {reason.text} (as {reason.example})"
             for reason in self.left_out
@@ -169,13 +175,13 @@ class Overview:
         most = max((count for _, count in self.lengths), default=1)
         lines = []
         for high, count in self.lengths:
-            # A group that is not empty has a bar of at least one character.
+            # A bin that is not empty has a bar of at least one character.
             bar = "#" * max(bool(count), round(BARS * count / most))
             lines.append(f"{f'to {high:,}':>12} {count:>9,} {bar}".rstrip())
         return lines
 
 
-def look_at_data(
+def overview_of_data(
     spec: RunSpec,
     inputs: Inputs,
     *,
@@ -183,9 +189,9 @@ def look_at_data(
     everything: bool,
     progress: Progress = no_progress,
 ) -> Overview:
-    """Read, split and tokenize the corpus as the run would, a part of it unless `everything`.
+    """Read, split and tokenize the corpus as the run would; without `everything`, only its first TOKENIZED_BYTES.
 
-    Raises CorpusError, TokenizerError.
+    Raises CorpusError and TokenizerError.
     """
     data = spec.data
     max_bytes = data.max_bytes or None
@@ -209,7 +215,7 @@ def look_at_data(
         if not corpus.beyond_max_bytes or data.max_bytes == max_bytes
         else None,
         behind_a_cut=labels_after_a_cut(packed.train, data.seq_len) if corpus.train.chats else None,
-        lengths=_groups(lengths[lengths > 0].tolist()),
+        lengths=_histogram_of(lengths[lengths > 0].tolist()),
         longer_than_a_row=int((lengths > data.seq_len).sum()),
         repeated=_copies(corpus, repeated, first),
         dropped=_copies(corpus, corpus.dropped, corpus.heldout.first_copies(corpus.dropped)),
@@ -235,18 +241,21 @@ def _copies(corpus: Corpus, numbers: Int64Array, originals: Int64Array) -> Copie
 
 
 def _repeated(split: Split) -> tuple[Int64Array, Int64Array]:
-    """Return the documents with the content of an earlier one of the split, and the earlier ones, as index numbers."""
-    _, first, place_D = np.unique(split.contents, return_index=True, return_inverse=True)
-    earlier_D = first[place_D]
+    """Return the index numbers of documents with the same content as an earlier one of the split, and of the earlier
+    ones."""
+    _, first, content_D = np.unique(split.contents, return_index=True, return_inverse=True)
+    earlier_D = first[content_D]
     is_copy_D = earlier_D != np.arange(len(earlier_D))
     return split.numbers[is_copy_D], split.numbers[earlier_D[is_copy_D]]
 
 
-def _part(split: Split, stream: TokenStream, packed: TokenStream, seq_len: int, what: str) -> Part:
+def _part(
+    split: Split, stream: TokenStream, packed: TokenStream, seq_len: int, what: str
+) -> SplitOverview:
     rows = count_rows(packed, seq_len, what)
     # In plain text all tokens but the first of each document are predicted.
     predicted = len(stream) - int(np.count_nonzero(stream.lengths))
-    return Part(
+    return SplitOverview(
         documents=split.document_count,
         conversations=split.chats,
         text_bytes=split.size_bytes,
@@ -258,8 +267,8 @@ def _part(split: Split, stream: TokenStream, packed: TokenStream, seq_len: int, 
     )
 
 
-def _groups(lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return how many lengths are at most each power of two, and more than the one before."""
+def _histogram_of(lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Return a histogram of lengths: the upper bound of each bin, a power of two, and the number of lengths in it."""
     counts = Counter((length - 1).bit_length() for length in lengths)
     if not counts:
         return ()
@@ -283,7 +292,7 @@ def _reasons(corpus: Corpus, conversations: Iterable[LeftOut]) -> tuple[Reason, 
 
 
 def _samples(split: Split, stream: TokenStream, inputs: Inputs, count: int) -> tuple[Sample, ...]:
-    """Return documents spread evenly over those that have tokens."""
+    """Return the beginnings of `count` documents, evenly spaced among those that have tokens."""
     with_tokens = np.flatnonzero(stream.lengths)
     count = min(count, len(with_tokens))
     if not count:
@@ -311,7 +320,7 @@ def _samples(split: Split, stream: TokenStream, inputs: Inputs, count: int) -> t
 def marked(
     tokenizer: Tokenizer, ids: Int64Array, labelled: NDArray[np.bool_]
 ) -> tuple[Marked, ...]:
-    """Return the text of tokens in runs that are to be predicted, and that are not."""
+    """Return the text of tokens in segments, cut wherever labelled and unlabelled tokens meet."""
     cuts = [0, *(np.flatnonzero(np.diff(labelled)) + 1).tolist(), len(ids)]
     return tuple(
         (tokenizer.decode(ids[a:b].tolist()), bool(labelled[a]))

@@ -1,9 +1,9 @@
-"""Measure what a run would train on, without torch: documents, tokens, and the passes over them that its steps make.
+"""Measure what a run would train on, without torch: documents, tokens, and epochs.
 
-A corpus of at most `SAMPLED_BYTES` is split and tokenized as the run would (which then finds the tokens in the cache),
-so its numbers are exact and a corpus too small for one row is refused. Of a larger one the first megabytes are
-tokenized, and the tokens of the rest follow from its bytes. Every record of the first `LISTED_BYTES` is read, so that
-those with a fault are counted; the number of the others is estimated from the sizes of the files.
+A corpus of at most `SAMPLED_BYTES` is split and tokenized as in the run, which then finds the tokens in the cache. Its
+numbers are exact, and a corpus too small for one row is refused. Of a larger corpus, the first `SAMPLED_BYTES` are
+tokenized, and the number of tokens is extrapolated from its size. Of a corpus beyond `LISTED_BYTES`, only the records
+in that many bytes are read and their faults counted; the number of the other records is estimated from the file sizes.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from engine.spec.sections import DataSection
 from engine.units import format_bytes, format_count
 
 LISTED_BYTES = 64 << 20
-"""Size of the text that is listed; listing a file of records reads every record."""
+"""Size of the text whose records are all read, in bytes."""
 SAMPLED_BYTES = 2 << 20
-"""Size of the text that is tokenized, which takes a second on a slow core."""
+"""Size of the text that is tokenized, in bytes; it takes a second on a slow core."""
 MANY_PASSES = 10
-"""Number of epochs above which a model is more likely to memorise a text than to learn from it."""
+"""Number of epochs above which a model mostly memorises its training text."""
 PIECE_BYTES = 16 << 20
-"""Largest size of a document that is read for the sample."""
+"""Largest size of a document in the sample, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,29 +38,29 @@ class DataSize:
     """The size of the data, held-out documents included."""
 
     documents: int | None
-    """None where there are more than were listed."""
+    """None if the corpus is larger than LISTED_BYTES."""
     text_bytes: int | None
     tokens: int | None
     exact: bool
-    """Whether all of it was tokenized; otherwise `tokens` is estimated from `sampled_bytes`."""
+    """Whether the whole corpus was tokenized; if not, `tokens` is estimated from the first `sampled_bytes`."""
     sampled_bytes: int
     tokens_per_step: int
     passes: float | None
-    """Passes over the training text that the steps of the spec make."""
+    """Number of epochs that the steps of the spec make; None if unknown."""
     labelled: float | None = None
-    """Share of the tokens of conversations that are to be predicted; None for text."""
+    """Share of the tokens that are labels, 0 to 1; None for plain text."""
     behind_a_cut: float | None = None
-    """Share of the labels of conversations whose conversation begins in an earlier row; None for text, and where not
-    all was tokenized."""
+    """Share of the labels, 0 to 1, whose conversation begins in an earlier row; None for plain text, and if part of the
+    corpus was not tokenized."""
     read: int = 0
-    """Documents that were read, those with a fault among them."""
+    """Number of documents that were read, including those with a fault."""
     not_read: int | None = 0
-    """About how many documents of a larger corpus were not read; None where the files do not tell."""
+    """Estimated number of documents that were not read; None if the file sizes give no estimate."""
     left_out: tuple[LeftOut, ...] = ()
-    """Records with a fault among those that were read; of a tokenized corpus, also those without tokens."""
+    """Records left out because of a fault; if the whole corpus was tokenized, also unusable conversations."""
 
     def lines(self, steps: int) -> list[str]:
-        """Format it for people."""
+        """Return the measurements as lines for the terminal."""
         if self.documents is None or self.text_bytes is None:
             data = (
                 f"more than {format_bytes(LISTED_BYTES)} of text; documents and tokens are unknown"
@@ -73,7 +73,9 @@ class DataSize:
                 data += f"{self.tokens:,} tokens"
             else:
                 sample = format_bytes(self.sampled_bytes)
-                data += f"about {format_count(self.tokens)} tokens, by the first {sample}"
+                data += (
+                    f"about {format_count(self.tokens)} tokens, estimated from the first {sample}"
+                )
         if self.labelled is not None:
             data += f", {self.labelled:.1%} of them with a label"
         lines = [f"data: {data}"]
@@ -89,17 +91,17 @@ class DataSize:
 
 
 def passes_text(passes: float | None) -> str:
-    """Describe how often the steps train on the same text, with advice if that is many times."""
+    """Describe the number of epochs, with advice if it is larger than MANY_PASSES."""
     if passes is None:
         return "an unknown number of passes over the training text"
     text = f"{passes:.3g} passes over the training text"
     if passes > MANY_PASSES:
-        text += f": more than {MANY_PASSES} mostly memorise it; lower train.steps, or add text"
+        text += f"; after more than {MANY_PASSES} a model mostly memorises it: lower train.steps, or add text"
     return text
 
 
 def behind_a_cut_lines(share: float | None, prefix: str = "") -> list[str]:
-    """Describe how many labels of conversations are predicted without their question; empty if none are."""
+    """Describe the share of labels whose conversation begins in an earlier row; empty if there are none."""
     if not share:
         return []
     return [
@@ -109,7 +111,7 @@ def behind_a_cut_lines(share: float | None, prefix: str = "") -> list[str]:
 
 
 def measure_data(spec: RunSpec, inputs: Inputs) -> DataSize:
-    """Measure the data of `spec`. Raises CorpusError, TokenizerError."""
+    """Measure the data of `spec`. Raises CorpusError and TokenizerError."""
     data, train = spec.data, spec.train
     per_step = spec.rows_per_step * data.seq_len
     documents = texts = listed = 0
@@ -164,7 +166,7 @@ def measure_data(spec: RunSpec, inputs: Inputs) -> DataSize:
 
 
 def _not_read(data: DataSection, documents: int, size_bytes: int) -> int | None:
-    """Estimate how many documents are beyond those that were read, from their size and the sizes of the files."""
+    """Estimate how many documents were not read, from the size of those that were read and the sizes of all files."""
     files = list_files(
         data.corpus, include_tests=data.include_tests, columns=column_names(data.columns)
     )
@@ -200,7 +202,7 @@ def _exact(spec: RunSpec, inputs: Inputs, per_step: int) -> DataSize:
 
 
 class _Sample:
-    """The first documents of a corpus, with their texts."""
+    """The first documents of a corpus."""
 
     def __init__(self) -> None:
         self.documents: list[Document] = []
@@ -219,8 +221,8 @@ class _Sample:
     def estimate(
         self, spec: RunSpec, inputs: Inputs, listed: int, texts: int
     ) -> tuple[int | None, float | None]:
-        """Return the number of tokens in `listed` bytes with `texts` texts, and the share of the tokens that are
-        labelled; None for text. Raises CorpusError where none can be tokenized."""
+        """Return the estimated number of tokens in `listed` bytes, `texts` of whose documents are plain text, and the
+        share of labels among the tokens (None for plain text). Raises CorpusError if no document can be tokenized."""
         if not self.size_bytes:
             return None, None
         encoded = list(inputs.encoder(spec.data).encode(self.documents))
@@ -230,7 +232,7 @@ class _Sample:
                 count_left_out(left_out, one.left_out)
         sampled = sum(len(one.ids) for one in encoded)
         raise_if_no_tokens(tuple(left_out.values()), sampled)
-        # Every text is followed by one end-of-text token, however long it is.
+        # Every plain-text document has one end-of-text token, which does not grow with its length.
         ends = sum(not document.is_chat for document in self.documents)
         tokens = round((sampled - ends) / self.size_bytes * listed) + texts
         if ends == len(self.documents):

@@ -26,14 +26,15 @@ from engine.spec import RunSpec
 from engine.units import format_bytes
 
 HOST_RESERVE_BYTES = 512 * 2**20
-"""Host memory left to everything else when a run computes on the CPU."""
+"""Host memory left to other processes and to the interpreter when a run computes on the CPU, in bytes."""
 CONTEXT_BYTES = 768 * 2**20
-"""Device memory of a process outside torch's allocator: CUDA's context and the code of kernels. On an H100 it was
-0.5 GiB before the first kernel, and up to 0.7 at the end of a run."""
+"""Device memory of a process outside torch's allocator, in bytes: CUDA's context and the code of kernels. On an H100 it
+was 0.5 GiB before the first kernel, and up to 0.7 GiB at the end of a run."""
 FRAGMENTS_SHARE = 0.03
 """Share of the allocator's limit that a plan leaves for fragmentation, 0 to 1; up to 0.025 was measured."""
 DEVICE_SHARE = 0.95
-"""Share of a GPU's total memory; the rest is for fragmentation and for later allocations of the driver."""
+"""Largest share of a GPU's total memory that a plan uses, 0 to 1; the rest is for fragmentation and for later
+allocations of the driver."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +54,8 @@ class ComputeDevice:
 def set_up_device(
     spec: RunSpec, log: Callable[[Decision | CompiledLibrary], None]
 ) -> tuple[RunSpec, ComputeDevice]:
-    """Choose and set up device, allocator, precision and threads; log each decision as it is made, and return the spec
-    with them."""
+    """Choose and set up device, allocator, precision and threads. Log each decision as it is made, and return the spec
+    with the decisions."""
     chosen = choose_device(spec.compute.device)
     log(chosen)
     device = torch.device(chosen.choice)
@@ -73,11 +74,11 @@ def set_up_device(
     threads = choose_threads(spec.compute.threads)
     log(threads)
     torch.set_num_threads(int(threads.choice))
-    # The supervisor sets this: OpenMP has read its environment before this line can run.
+    # Only logged here: the supervisor sets it in the environment, which OpenMP has read before this line runs.
     wait = choose_thread_wait(spec.compute.thread_wait, os.environ)
     log(wait)
-    # Setting this makes torch import its compiler, for more than a second, so it is set only if it
-    # changes.
+    # This call makes torch import its compiler, which takes more than a second, so it is made only if the
+    # setting changes.
     if spec.compute.deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(spec.compute.deterministic)
     torch.manual_seed(spec.train.seed)
@@ -90,7 +91,7 @@ def set_up_device(
 
 
 def _available(device: torch.device, facts: DeviceFacts) -> Reading:
-    """Return the memory of the device that this run may use, as of now."""
+    """Return the device memory that is available to this run now."""
     if device.type != "cuda":
         pools = [facts.memory.available_bytes, facts.cgroup_memory.headroom_bytes]
         known = [pool for pool in pools if pool.number is not None]
@@ -106,8 +107,8 @@ def _available(device: torch.device, facts: DeviceFacts) -> Reading:
 
 
 def limit_allocator(limit_bytes: int) -> None:
-    """Limit this process on the current GPU to this many bytes: what torch's allocator reserves, including what it
-    caches, and the context."""
+    """Limit the current GPU's memory of this process to `limit_bytes`, for CUDA's context and all that torch's
+    allocator reserves, including its cache."""
     _, total = torch.cuda.mem_get_info()
     torch.cuda.set_per_process_memory_fraction(
         min(1.0, max(0, limit_bytes - CONTEXT_BYTES) / total)
@@ -115,8 +116,8 @@ def limit_allocator(limit_bytes: int) -> None:
 
 
 def limited(available: Reading, limit_bytes: int, *, on_gpu: bool) -> Reading:
-    """Return the memory to plan with: at most memory.limit_gib, on a GPU less what a process needs in
-    addition to its tensors; 0 means no limit."""
+    """Return the memory to plan with: at most `limit_bytes`, of which a process on a GPU also needs some for CUDA's
+    context and for fragmentation. 0 means no limit."""
     if not limit_bytes:
         return available
     planned, source = limit_bytes, "memory.limit_gib"

@@ -1,14 +1,15 @@
-"""Make a run fit into its available memory, by the changes that cost least, in this order:
+"""Make a run fit into its available memory with the cheapest changes, in this order:
 
-    loss.chunk_rows         logits of fewer tokens at a time: 1 or 2 ms of a step of 8192 tokens
-    teacher.backend         block-quantised weights: 3 to 5 % of a step
-    student.checkpointing   activations recomputed in the backward pass, of as few layers as it takes: a third
-                            more of their forward
-    teacher.shard           teacher layers gathered from the other ranks when they compute, if the first
-                            three are not enough; those are then decided again
+    setting                 change                                                  cost
+    loss.chunk_rows         logits of fewer tokens at a time                        1 to 2 ms of a step of 8192 tokens
+    teacher.backend         teacher weights in quantised blocks                     3 to 5 % of a step
+    student.checkpointing   activations of as few layers as necessary are           a third of these layers' forward
+                            recomputed in the backward pass                         pass
+    teacher.shard           teacher layers are gathered from the other ranks        a collective for each layer
 
-Each change holds for the whole run, is made before it begins, and is logged. Values that the user set are
-kept. A run that fits is not changed, and a run that cannot fit is refused by its budget.
+teacher.shard is considered only if the first three are not enough, which are then decided again with it. Each change is
+made before the run begins, holds for the whole run, and is logged. Values that the user set are kept. A run that fits
+is not changed. A run that cannot fit is refused by its memory budget.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from engine.plan.memory import MemoryPlan
 from engine.units import format_bytes
 
 FEWER_CHUNK_ROWS = (1024, 512)
-"""Numbers of tokens whose logits are kept at a time when memory is short, largest first. Matmuls with
+"""Numbers of tokens whose logits are computed at a time when memory is short, largest first. Matmuls with
 fewer rows are slower, and a quantised head is dequantised again for each chunk.
 """
 
@@ -29,8 +30,8 @@ fewer rows are slower, and a quantised head is dequantised again for each chunk.
 def fit(plan: MemoryPlan, *, stored: str | None) -> tuple[MemoryPlan, list[Decision]]:
     """Return the plan with the backend, checkpointing and chunk size that make it fit, and the decisions.
 
-    `stored` describes the stored teacher outputs, if any. When the available memory is unknown, everything
-    counts as fitting. Raises BadInput for a backend that the teacher does not have.
+    `stored` describes the stored teacher outputs, if there are any. If the available memory is unknown, every plan
+    counts as fitting. Raises BadInput for a backend that cannot run the teacher.
     """
     spec, number = plan.spec, plan.available.number
     available_bytes = None if number is None else int(number)
@@ -44,7 +45,7 @@ def fit(plan: MemoryPlan, *, stored: str | None) -> tuple[MemoryPlan, list[Decis
         return plan.changed({**chosen, "loss.chunk_rows": rows})
 
     def fitted(backend: str, recompute: bool) -> MemoryPlan:
-        """Return the plan with the most tokens per chunk that fits; if none fits, with the fewest."""
+        """Return the plan with the most tokens per chunk that fits; if none fits, the one with the fewest."""
         tried = [with_rows(backend, recompute, rows) for rows in (default_rows, *fewer)]
         if available_bytes is None:
             return tried[0]
@@ -94,7 +95,7 @@ def fit(plan: MemoryPlan, *, stored: str | None) -> tuple[MemoryPlan, list[Decis
 
 
 def _fewest_layers(plan: MemoryPlan, available_bytes: int) -> MemoryPlan:
-    """Return the plan that fits with the fewest layers recomputing their activations; `plan` itself if all must."""
+    """Return the plan that fits with the fewest recomputed layers; `plan` itself if all layers must be recomputed."""
     count = plan.student.num_hidden_layers
     tried = (replace(plan, kept_layers=kept) for kept in range(count - 1, 0, -1))
     return next((p for p in tried if p.total_bytes <= available_bytes), plan)

@@ -1,7 +1,7 @@
-"""Check everything of a run's inputs that can be checked without torch, before a run folder exists.
+"""Check all that can be checked of a run's inputs without torch, before a run folder exists.
 
 This reads headers, configs and names but no tensors, so it takes well under a second for a 7B teacher.
-The trainer checks what needs the data itself.
+The trainer checks the tensors and the tokens.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from engine.teachers.vocabulary import check_vocabularies
 from engine.units import format_bytes
 
 NOW = datetime(2024, 7, 26)
-"""Date for chat templates that write one: the default of Llama 3's template."""
+"""Date that chat templates write if they ask for the current one: the default of Llama 3's template."""
 ADAM_COPIES = 3
-"""Weights and AdamW's two moments, each in fp32: the contents of one checkpoint."""
+"""Number of fp32 copies of the parameters in one checkpoint: the weights and AdamW's two moments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,23 +50,24 @@ class Inputs:
 
     teacher: ModelConfig | None
     teacher_size: PackedSize | None
-    """Sizes of the teacher when its block-quantised weights stay quantised; None without a teacher."""
+    """Sizes of the teacher's weights if quantised blocks stay quantised; None without a teacher."""
     student: ModelConfig
     tokenizer: Tokenizer
     tokenizers: Mapping[str, Tokenizer | None]
-    """All tokenizers by their owner; None for a model that brings none."""
+    """All tokenizers by their owner; None for a model without a tokenizer."""
     notes: tuple[str, ...]
     """Warnings about inputs that could not be checked, or that are unusual but accepted; one line each."""
     student_blocks: PackedSize | None = None
-    """Sizes of a student whose adapters are trained and whose matrices stay in quantised blocks; else None."""
+    """Sizes of a student's weights if its adapters are trained on matrices in quantised blocks; else None."""
     is_one_file: bool = False
-    """Whether the base of adapters is the teacher's own file; false if that is an adapter's folder."""
+    """Whether the base of the student's adapters is the teacher's file; false if student.path is an adapter's
+    folder."""
     context: tuple[int, ...] = ()
     """Tokens of teacher.context."""
     models: tuple[str, ...] = ()
-    """The models that are read from the hub's cache, with their commits; one line each."""
+    """The models that are read from the Hugging Face cache, with their commits; one line each."""
     template: ChatTemplate | None = None
-    """Template that renders the conversations of the corpus; None if its first MiB has no conversation."""
+    """Chat template that renders the conversations of the corpus; None if its first MiB has no conversation."""
 
     def load_tokens(
         self,
@@ -76,8 +77,8 @@ class Inputs:
         corpus: Corpus | None = None,
         root: Path | None = None,
     ) -> Tokens:
-        """Return the corpus as the rows to train on, from the token cache if they are in it. `root` is the folder of
-        the cache, by default the user's; `corpus` is the corpus of `data`, if it is already open."""
+        """Return the tokens of the corpus, from the token cache if they are in it. `root` is the folder of the cache,
+        by default the user's; `corpus` is the corpus of `data` if it is already open."""
         recipe = Recipe(
             source=data.corpus,
             include_tests=data.include_tests,
@@ -131,7 +132,7 @@ def _file_warnings(spec: RunSpec) -> Iterator[str]:
 
 
 def _tokenizers(spec: RunSpec) -> dict[str, Tokenizer | None]:
-    """Return the tokenizers by their owner, with None for a model that brings none.
+    """Return the tokenizers by their owner, with None for a model without a tokenizer.
 
     A student with fresh weights has no entry: its token ids have no meaning yet.
     """
@@ -145,7 +146,7 @@ def _tokenizers(spec: RunSpec) -> dict[str, Tokenizer | None]:
 
 
 def _own_tokenizer(path: str) -> Tokenizer | None:
-    """Return the tokenizer in a model's folder or file; None when it brings none."""
+    """Return the tokenizer in a model's folder or file; None if it has none."""
     if Path(path).is_dir() and (Path(path) / TOKENIZER_FILE).exists():
         return open_tokenizer(path)
     with open_weights(Path(path)) as weights:
@@ -154,8 +155,8 @@ def _own_tokenizer(path: str) -> Tokenizer | None:
 
 
 def _template(spec: RunSpec, tokenizer: Tokenizer) -> tuple[ChatTemplate, tuple[str, ...]]:
-    """Return the chat template that renders the conversations, and notes for the user about it. It is that of
-    data.tokenizer, else the student's, else the teacher's. Raises TokenizerError without one."""
+    """Return the chat template that renders the conversations, and notes for the user about it. The template comes from
+    data.tokenizer, else from the student, else from the teacher. Raises TokenizerError if none of them has one."""
     named = spec.data.tokenizer
     templates = {"data.tokenizer": find_chat_template(named, now=NOW) if named else None}
     for whose, path in (("student", spec.student.path), ("teacher", spec.teacher.path)):
@@ -167,29 +168,29 @@ def _template(spec: RunSpec, tokenizer: Tokenizer) -> tuple[ChatTemplate, tuple[
         looked_in = ", ".join(filter(None, (named, spec.student.path, spec.teacher.path)))
         raise TokenizerError(
             f"data.corpus: expected a chat template for its conversations, found none in {looked_in or 'any model'}",
-            hint="take models or a data.tokenizer with a chat template (chat_template.jinja, or chat_template in "
+            hint="use models or a data.tokenizer with a chat template (chat_template.jinja, or chat_template in "
             "tokenizer_config.json), or give prompt and completion as text",
         )
     notes = []
     if chosen.reads_clock:
         notes.append(
-            f"the chat template writes the date: always {NOW:%d %b %Y}, so that a resume sees the same tokens"
+            f"the chat template writes the date, which is fixed to {NOW:%d %b %Y}: a resume reads the same tokens"
         )
     teacher = templates.get("teacher")
     if teacher is not None and teacher.texts != chosen.texts:
         notes.append(
-            f"the teacher has another chat template; both models read conversations as {chosen.where} writes them"
+            f"the teacher has another chat template; for both models, {chosen.where} renders the conversations"
         )
     return chosen, tuple(notes)
 
 
-def _first(tokenizers: Mapping[str, Tokenizer | None], spec: RunSpec) -> Tokenizer:
-    """Return the tokenizer that the spec names, else the one that the teacher or the student brings."""
+def _main_tokenizer(tokenizers: Mapping[str, Tokenizer | None], spec: RunSpec) -> Tokenizer:
+    """Return the tokenizer that the spec names, else that of the teacher, else that of the student."""
     for tokenizer in tokenizers.values():
         if tokenizer is not None:
             return tokenizer
-    brought = [path for path in (spec.teacher.path, spec.student.path) if path]
-    where = " nor ".join(brought) or "no model that brings one"
+    paths = [path for path in (spec.teacher.path, spec.student.path) if path]
+    where = " nor ".join(paths) or "the spec"
     raise TokenizerError(
         f"data.tokenizer: expected a tokenizer.json, found none in {where}",
         hint="set data.tokenizer to a folder or file",
@@ -197,8 +198,8 @@ def _first(tokenizers: Mapping[str, Tokenizer | None], spec: RunSpec) -> Tokeniz
 
 
 def _check_not_teacher(spec: RunSpec) -> None:
-    """Refuse a student that is the teacher's own file or folder. The trainer compares the values, which also finds
-    copies and other formats (`engine.teachers.same_model`)."""
+    """Refuse a student that is the teacher's file or folder. The trainer also compares the values of the weights, which
+    finds copies and other formats (`engine.teachers.same_model`)."""
     teacher, student = spec.teacher, spec.student
     if teacher.allow_identical or teacher.context or not spec.has_teacher:
         return
@@ -207,51 +208,51 @@ def _check_not_teacher(spec: RunSpec) -> None:
             "student.path",
             student.path,
             "other weights than the teacher's",
-            "the same values: it is the teacher's own path",
+            "the same values: it is the teacher's path",
             hint="a student equal to its teacher has nothing to learn from it; give a smaller model, or a shape for "
-            "fresh weights in student.config; with teacher.context it learns what that text tells its teacher; "
-            "teacher.allow_identical=true trains it all the same",
+            "fresh weights in student.config; with teacher.context the student learns what the context changes; "
+            "teacher.allow_identical=true trains the student anyway",
         )
 
 
 def _check_widths(spec: RunSpec, teacher: ModelConfig, student: ModelConfig) -> None:
-    """Refuse vocabulary sizes that do not fit: the student's tokens must be the teacher's first ones."""
+    """Refuse vocabulary sizes that do not fit: the student's tokens must be the first tokens of the teacher."""
     if student.vocab_size > teacher.vocab_size:
         raise BadInput(
             f"vocabulary: student — expected at most the teacher's {teacher.vocab_size} ids, "
             f"found {student.vocab_size}",
-            hint="ids that the teacher does not have cannot be taught; cut the student's embedding",
+            hint="the teacher has no probabilities for further ids; truncate the student's embedding",
         )
     if spec.vocab.align == "refuse" and student.vocab_size != teacher.vocab_size:
         raise BadInput(
             f"vocabulary: student — expected the teacher's {teacher.vocab_size} ids, because "
             f"vocab.align is refuse, found {student.vocab_size}",
-            hint="vocab.align=truncate cuts the teacher's columns beyond the student's",
+            hint="vocab.align=truncate removes the teacher's logits beyond the student's vocabulary",
         )
 
 
 def _check_native(spec: RunSpec, teacher: ModelConfig | None, student: ModelConfig) -> None:
-    """Refuse settings that only our own decoder supports, for a model that transformers runs."""
+    """Refuse settings that only the native decoder supports, if transformers runs a model."""
     if spec.teacher.precision == "fp8" and teacher is not None and not teacher.native:
         raise BadInput.expected(
             "teacher.precision",
             "fp8",
-            "bf16, tf32 or fp32 where transformers runs the teacher",
-            "8-bit floats, which only the native decoder has",
+            "bf16, tf32 or fp32, because transformers runs the teacher",
+            "fp8, which only the native decoder supports",
             hint="teacher.precision=bf16 runs any model",
         )
     if spec.compute.gpus > 1 and not (student.native and (teacher is None or teacher.native)):
         raise BadInput.expected(
             "compute.gpus",
             spec.compute.gpus,
-            "1 where transformers runs a model",
+            "1, because transformers runs a model",
             "more",
             hint="models of a native family train on several GPUs (docs/extending.md lists them)",
         )
 
 
 def check_inputs(spec: RunSpec, run: Path | None = None) -> Inputs:
-    """Open and check every input of `spec`; raises BadInput.
+    """Open and check every input of `spec`. Raises BadInput.
 
     With `run`, also check that the disk has space for its checkpoints, and that the stored teacher
     outputs belong to this teacher.
@@ -273,7 +274,7 @@ def check_inputs(spec: RunSpec, run: Path | None = None) -> Inputs:
     if packed and teacher_size is not None and not teacher_size.matrices:
         raise without_blocks(spec.teacher.path)
     tokenizers = _tokenizers(spec)
-    tokenizer = _first(tokenizers, spec)
+    tokenizer = _main_tokenizer(tokenizers, spec)
     if not spec.has_teacher:
         tokenizers.pop("teacher", None)
     notes = (*_file_warnings(spec), *check_vocabularies(tokenizers, student.vocab_size))
@@ -297,7 +298,7 @@ def check_inputs(spec: RunSpec, run: Path | None = None) -> Inputs:
         template, about_template = _template(spec, tokenizer)
         notes = (*notes, *about_template)
     if run is not None:
-        check_room(spec, student, run)
+        check_disk_space(spec, student, run)
         if teacher is not None and uses_cache(spec):
             fitting_manifest(spec, teacher, student)
     return Inputs(
@@ -316,7 +317,7 @@ def check_inputs(spec: RunSpec, run: Path | None = None) -> Inputs:
 
 
 def _adapter_base_blocks(spec: RunSpec, size: PackedSize | None) -> PackedSize | None:
-    """Return the sizes of a student in blocks, if its adapters are trained on them."""
+    """Return the sizes of a student in quantised blocks if its adapters are trained on these; else None."""
     section = spec.student
     if section.adapter == "none" or section.adapter_base != "blocks" or size is None:
         return None
@@ -331,11 +332,11 @@ def _is_one_file(spec: RunSpec) -> bool:
     return not is_adapter(Path(student.path))
 
 
-def check_room(spec: RunSpec, student: ModelConfig, run: Path) -> None:
+def check_disk_space(spec: RunSpec, student: ModelConfig, run: Path) -> None:
     """Raise DiskFull when the free space is too small for the checkpoints of the session.
 
-    Existing checkpoints are taken into account. The saved student is smaller than the extra space that
-    the last checkpoint needs while it is written.
+    Existing checkpoints are taken into account. The saved student needs no more: it is smaller than the extra space
+    that the last checkpoint needs while it is written.
     """
     existing = list(published(RunFolder(run).checkpoints))
     writes = checkpoints_of_session(spec, step_of(existing[0]) if existing else 0)

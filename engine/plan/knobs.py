@@ -1,17 +1,17 @@
-"""Every setting that a run can choose automatically: one row each, with its chooser.
+"""Table of the settings that a run can choose automatically, with the function that chooses each.
 
-    KNOBS["train.update"].decide(facts)      a Decision: the choice, its reason, what was rejected and why
+    KNOBS["train.update"].decide(facts)      a Decision: the choice, its reason, and the rejected choices with theirs
 
 A chooser is a pure function, `choose(wanted, *, fact, fact, ...)`. The names of its keyword arguments are
 the facts it depends on; they are looked up as attributes of an object that describes the run
 (`engine.plan.run_plan.RunFacts`). A fact that must be computed for one decision, such as the bytes that a
 run needs with each choice, is passed explicitly. The allowed values of a setting and their meaning are in
-`engine.spec.sections`. Choosers of lower layers stay there: device, precision and threads in
-`engine.runtime.device`, the allocator in `engine.machine.allocator`, the teacher's backend, precision and
-kernel in `engine.teachers.backend`.
+`engine.spec.sections`. Some choosers are in lower layers: device, precision and threads in
+`engine.runtime.device`, the allocator in `engine.machine.allocator`, the teacher's backend and precision in
+`engine.teachers.backend`.
 
-To add one, add the setting to its section, a chooser and a row here, and the code that acts on the
-choice.
+To add an automatic choice, add the setting to its section, a chooser and a row to this module, and the code that
+acts on the choice.
 """
 
 from __future__ import annotations
@@ -41,15 +41,16 @@ from engine.units import (
 )
 
 KERNEL_CAPABILITY = (8, 0)
-"""The lowest compute capability that our kernels compile for."""
+"""Lowest compute capability for which the engine's kernels compile."""
 SAVED_S_PER_LAYER = 2.2e-3 / 24
-"""Seconds that a graph saves per step and layer, the gaps between kernels, measured on one H200."""
+"""Time that CUDA graphs save per step and layer, in seconds: the gaps between kernels, measured on one H200."""
 FEW_TOKENS = 4096
-"""Tokens of a step up to which one H200 computes a layer with adapters faster than its host launches it."""
+"""Largest number of tokens of a step for which an H200 runs a layer with adapters faster than the host launches its
+kernels."""
 RUN_BY_TRANSFORMERS = "transformers runs the layers"
 ONLY_NATIVE = "packed attention, captured layers, weights in blocks or 8 bits, and several GPUs"
 SHARDED_FROM_BYTES = 16 * 2**30
-"""Size of a checkpoint, at 12 bytes a parameter; below it, gathering on the first rank takes only seconds."""
+"""Smallest size of a checkpoint that is sharded, in bytes; a smaller one is gathered on the first rank in seconds."""
 
 
 SETTINGS = {
@@ -61,7 +62,7 @@ SETTINGS = {
     "allocator": "memory.allocator",
     "deterministic": "compute.deterministic",
 }
-"""Settings that are facts of later choices, by the name of the fact."""
+"""Settings that other choices depend on, by the name of the fact."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,10 @@ class Knob:
     key: str
     """Section and name of the setting in a spec."""
     choose: Callable[..., Decision]
-    """Function that chooses, called with the value that the user set (`auto` or 0 for an automatic choice) and the
-    facts."""
+    """Chooser, called with the value that the user set (`auto` or 0 for an automatic choice) and with the facts as
+    keyword arguments."""
     known_as: tuple[tuple[str, str], ...] = ()
-    """Pairs of a chooser's fact and the attribute of the run, or the setting, that provides it."""
+    """Pairs of a fact's name and of the attribute of the run, or the setting, that provides the fact."""
 
     @property
     def facts(self) -> set[str]:
@@ -101,7 +102,7 @@ class Knob:
 
 
 def choose_engine(wanted: str, *, student: ModelConfig, teacher: ModelConfig | None) -> Decision:
-    """Choose whether our decoder or transformers runs teacher and student, by their configurations."""
+    """Choose whether the native decoder or transformers runs teacher and student, by their configurations."""
     models = {"teacher": teacher, "student": student}
     by_transformers = {
         whose: config for whose, config in models.items() if isinstance(config, TransformersConfig)
@@ -110,7 +111,7 @@ def choose_engine(wanted: str, *, student: ModelConfig, teacher: ModelConfig | N
         return Decision(
             knob="model.engine",
             choice="native",
-            reason="the decoder has the family of every model",
+            reason="the native decoder supports the family of every model",
             rejected=(("transformers", f"without {ONLY_NATIVE}"),),
             overridden=wanted != "auto",
         )
@@ -156,8 +157,8 @@ def choose_graphs(
     knob = "student.graphs"
     hindrances = {
         "a CPU has no CUDA graphs": device != "cuda",
-        "layers of several GPUs wait for each other between kernels": ranks > 1,
-        "the gradients of a graph are overwritten by its next launch, so nothing accumulates": (
+        "the layers of several GPUs wait for each other between kernels": ranks > 1,
+        "each launch of a graph overwrites its gradients, so they cannot accumulate": (
             accumulation > 1
         ),
         "only packed attention is captured": not packed,
@@ -165,7 +166,7 @@ def choose_graphs(
             len({config.has_window(layer) for layer in range(config.num_hidden_layers)}) > 1
         ),
         "layers that recompute their activations are not captured": checkpointing,
-        f"a graph's memory is native, and this run's is {allocator}": allocator != "native",
+        f"graphs need the native allocator, and this run uses {allocator}": allocator != "native",
     }
     hindrance = next((text for text, holds in hindrances.items() if holds), None)
     refused = {}
@@ -173,11 +174,11 @@ def choose_graphs(
         refused = {"on": ("a run whose layers can be captured", hindrance, f"--set {knob}=off")}
     host_bound = adapted and tokens <= FEW_TOKENS
     gain = (
-        "a step of few tokens does not wait for the host, which launches two thousand kernels"
+        "a step of few tokens does not wait until the host has launched two thousand kernels"
         if host_bound
         else f"a step is about {format_seconds(layers * SAVED_S_PER_LAYER)} shorter"
     )
-    memory = f"needs {format_bytes(needed_bytes)} in the place of {format_bytes(given_bytes)}"
+    memory = f"needs {format_bytes(needed_bytes)} instead of {format_bytes(given_bytes)}"
     fits = available_bytes is not None and needed_bytes <= available_bytes
     chosen = "on" if host_bound and fits and hindrance is None else "off"
     effect = f"{gain}, and the run {memory}"
@@ -187,7 +188,7 @@ def choose_graphs(
         chosen,
         hindrance or f"with it {effect}",
         against={
-            "off": "a gap before each of some thousand kernels",
+            "off": "a gap before each of several thousand kernels",
             "on": hindrance or effect,
         },
         refused=refused,
@@ -199,7 +200,7 @@ def give_up_graphs(step: int, why: str) -> Decision:
     return Decision(
         knob="student.graphs",
         choice="off",
-        reason=f"from step {step} on, layers are launched one by one, which computes the same",
+        reason=f"from step {step} on, the kernels of the layers are launched one by one, which computes the same",
         rejected=(("on", f"they could not be captured: {why}"),),
         impossible=("on",),
     )
@@ -223,25 +224,25 @@ def choose_attention(
     if not config.native:
         why_not = f"{RUN_BY_TRANSFORMERS}, with its own attention"
     elif device != "cuda" or capability is None:
-        why_not = "a CPU has no kernel for packed documents"
+        why_not = "there is no CPU kernel for packed documents"
     elif capability < MIN_CAPABILITY:
         needed, found = format_capability(MIN_CAPABILITY), format_capability(capability)
         why_not = f"needs compute capability {needed}, this GPU has {found}"
     elif precision not in ("bf16", "fp8"):
-        why_not = f"its kernel takes bf16, and matmuls are in {precision}"
+        why_not = f"its kernel supports bf16, and matmuls are in {precision}"
     elif heads > MAX_HEAD_DIM or heads % 8:
-        why_not = f"its kernel takes heads of up to {MAX_HEAD_DIM} in multiples of 8, here they have {heads}"
+        why_not = f"its kernel supports head sizes that are multiples of 8, up to {MAX_HEAD_DIM}; here it is {heads}"
     refused = {}
     if why_not is not None:
-        refused = {"packed": ("a GPU and a model that have it", why_not, f"--set {knob}=masked")}
+        refused = {"packed": ("a GPU and a model that support it", why_not, f"--set {knob}=masked")}
     return decide(
         knob,
         wanted,
         "masked" if why_not else "packed",
         why_not
-        or "each document attends by itself: no mask, and no scores that a mask would discard",
+        or "attention runs for each document: no mask, and no scores that a mask would discard",
         against={
-            "masked": "reads a mask in each layer and computes the scores that it discards",
+            "masked": "reads a mask in each layer and computes scores that the mask discards",
             "packed": why_not or "equal up to rounding, and faster",
         },
         refused=refused,
@@ -254,12 +255,12 @@ def choose_attention(
 def choose_loss_kernel(
     wanted: str, *, device: str, capability: Capability, has_triton: bool, divergence: str
 ) -> Decision:
-    """Choose the form of the loss. Raises BadInput for `fused` when it cannot run."""
+    """Choose the implementation of the loss. Raises BadInput for `fused` if it cannot run."""
     lacking = _lacking_for_kernels(device, capability, has_triton)
     if lacking is None and not DIVERGENCES[divergence].fused:
         lacking = f"loss.divergence {' or '.join(fused_divergences())}", divergence
     fused = "everything between the matmuls in one kernel, which reads each logit once from memory"
-    eager = "the same in plain torch, in about ten passes over the logits"
+    eager = "the same result in plain torch, with about ten passes over the logits"
     anywhere = "plain torch runs anywhere"
     return _choose_fused("loss.kernel", wanted, lacking, fused, {"eager": eager}, anywhere, fused)
 
@@ -267,37 +268,44 @@ def choose_loss_kernel(
 def choose_update(
     wanted: str, *, device: str, capability: Capability, has_triton: bool, ranks: int
 ) -> Decision:
-    """Choose the implementation of the optimizer update. Raises BadInput for `fused` when it cannot run."""
+    """Choose the implementation of the optimizer update. Raises BadInput for `fused` if it cannot run."""
     lacking = _lacking_for_kernels(device, capability, has_triton)
     if lacking is None and ranks > 1:
-        lacking = "weights that one GPU has whole", f"weights shared out over {ranks} ranks"
+        lacking = "all weights on one GPU", f"weights sharded over {ranks} ranks"
     fused = "norm, clipping and AdamW read and write each number once"
     by_torch = "torch's passes over gradients and weights"
-    anywhere = "torch's own runs anywhere"
+    anywhere = "torch's implementation runs anywhere"
     return _choose_fused(
-        "train.update", wanted, lacking, fused, {"torch": by_torch}, anywhere, "set by hand"
+        "train.update",
+        wanted,
+        lacking,
+        fused,
+        {"torch": by_torch},
+        anywhere,
+        "the user chose otherwise",
     )
 
 
 def choose_layer_kernels(
     wanted: str, *, device: str, capability: Capability, has_triton: bool
 ) -> Decision:
-    """Choose what computes the parts of a layer between its matmuls. Raises BadInput for `fused` when it cannot run."""
+    """Choose the kernels of the operations between a layer's matmuls. Raises BadInput for `fused` if they cannot
+    run."""
     return _choose_fused(
         "kernels.layers",
         wanted,
         _lacking_for_kernels(device, capability, has_triton),
         "each value between two matmuls is read and written once",
         {"torch": "torch's passes over each value"},
-        "torch's own runs anywhere",
-        "set by hand",
+        "torch's implementation runs anywhere",
+        "the user chose otherwise",
     )
 
 
 def choose_attention_kernel(
     wanted: str, *, device: str, capability: Capability, deterministic: bool
 ) -> Decision:
-    """Choose what computes packed attention. Raises BadInput for `cudnn` when it cannot run."""
+    """Choose the kernel of packed attention. Raises BadInput for `cudnn` if it cannot run."""
     lacking = None
     if device != "cuda" or capability is None:
         lacking = "a GPU", "a CPU"
@@ -310,23 +318,27 @@ def choose_attention_kernel(
     elif not cudnn_attention.is_installed():
         lacking = "the package nvidia-cudnn-frontend", "none installed"
     elif deterministic:
-        lacking = "gradients whose last bits may vary", "compute.deterministic"
+        lacking = (
+            "gradients that may differ in their last bits between runs",
+            "compute.deterministic",
+        )
     cudnn = "about half the time of torch's kernel"
     anywhere = "torch's kernel runs on every GPU that packs documents"
     return _choose_fused(
         *("kernels.attention", wanted, lacking, cudnn, {"flash": "torch's flash attention"}),
-        *(anywhere, "set by hand"),
+        *(anywhere, "the user chose otherwise"),
         ours="cudnn",
     )
 
 
 def give_up_cudnn(whose: str, why: str) -> Decision:
-    """Return the decision to compute the attention of one model by torch's kernel, because cuDNN declines it."""
+    """Return the decision to compute the attention of one model with torch's kernel, because cuDNN does not support
+    it."""
     return Decision(
         knob="kernels.attention",
         choice="flash",
         reason=f"for the {whose}: torch's kernel computes the same",
-        rejected=(("cudnn", f"cuDNN declines it: {why}"),),
+        rejected=(("cudnn", f"cuDNN does not support it: {why}"),),
         impossible=("cudnn",),
     )
 
@@ -334,7 +346,7 @@ def give_up_cudnn(whose: str, why: str) -> Decision:
 def _lacking_for_kernels(
     device: str, capability: Capability, has_triton: bool
 ) -> tuple[str, str] | None:
-    """Return what our kernels require and what this machine has instead; None if they can run."""
+    """Return what the engine's kernels require and what this machine has instead; None if they can run."""
     if device != "cuda" or capability is None:
         return "a GPU", "a CPU"
     if capability < KERNEL_CAPABILITY:
@@ -353,28 +365,29 @@ def _choose_fused(
     unwanted: str,
     ours: str = "fused",
 ) -> Decision:
-    """Choose between the faster kernel `ours`, described by `fused`, and the one `plain` form, which runs `anywhere`.
+    """Choose between the faster kernel, named `ours`, and the implementation `plain`, which runs `anywhere`.
 
-    `lacking` is what the kernel needs and what is present instead. `unwanted` is the reason against the
-    kernel when it could run and the user set the other form.
+    `fused` describes the faster kernel; `plain` maps the other implementation's name to its description. `lacking`
+    is what the faster kernel needs and what is present instead; None if it can run. `unwanted` is the reason against
+    the faster kernel if it can run and the user set the other implementation.
     """
     (name,) = plain
     reasons, against, refused = {ours: fused, **plain}, {ours: unwanted, **plain}, {}
     if lacking is not None:
         reasons[name] = anywhere
-        against[ours] = "needs {}; here is {}".format(*lacking)
-        refused[ours] = (*lacking, f"`--set {knob}=auto` runs with any")
+        against[ours] = "needs {}; found {}".format(*lacking)
+        refused[ours] = (*lacking, f"`--set {knob}=auto` runs on any device")
     best = ours if lacking is None else name
     return decide(knob, wanted, best, reasons, against=against, refused=refused, explained=True)
 
 
-# Decided by memory: the numbers are bytes that the whole run needs at its peak on each GPU
+# Decided by memory: `..._bytes` is the peak memory of the whole run on each GPU
 
 
 def choose_checkpointing(
     wanted: str, *, without_bytes: int, with_bytes: int, available_bytes: int | None
 ) -> Decision:
-    """Decide whether activations are recomputed in the backward pass, by the memory needed either way."""
+    """Decide whether activations are recomputed in the backward pass, by the peak memory with and without it."""
     without = f"without it the run needs {format_need(without_bytes, available_bytes)}"
     within = f"with it {format_bytes(with_bytes)}"
     fits_only_with, neither = _fits_only_smaller(without_bytes, with_bytes, available_bytes)
@@ -399,10 +412,10 @@ def choose_chunk_rows(
     usual_bytes: int,
     available_bytes: int | None,
 ) -> Decision:
-    """Decide how many tokens' logits are kept at a time.
+    """Decide for how many tokens logits are computed at a time.
 
-    This is `usual_rows`, with which the run needs `usual_bytes`, or the most of `fewer_rows` with which
-    it fits.
+    These are `usual_rows`, with which the run needs `usual_bytes`, or else the largest of `fewer_rows` with which the
+    run fits. `taken_rows` is the number in the plan.
     """
     needs = f"with chunks of {usual_rows} tokens the run needs {format_need(usual_bytes, available_bytes)}"
     if wanted:
@@ -411,7 +424,7 @@ def choose_chunk_rows(
         rejected, reason = {str(fewer_rows[0]): "smaller matmuls, which are slower"}, needs
     else:
         rejected = {str(usual_rows): needs}
-        reason = f"{needs}; smaller matmuls are a little slower and need less"
+        reason = f"{needs}; smaller matmuls are a little slower and need less memory"
     return Decision(
         knob="loss.chunk_rows",
         choice=str(taken_rows),
@@ -432,23 +445,22 @@ def choose_teacher_shard(
 ) -> Decision:
     """Decide whether the teacher's layers are sharded over the ranks.
 
-    `whole_bytes` and `shared_bytes` are what the run needs with all layers on each GPU and with the
-    layers sharded, after every other saving that `auto` may make. `stored` describes the stored teacher
-    outputs.
+    `whole_bytes` is the memory that the run needs with all layers on each GPU, `shared_bytes` that with the layers
+    sharded, both after all other savings that `auto` may make. `stored` describes the stored teacher outputs.
 
-    Raises BadInput for `on` with stored outputs: a rank that misses a row runs the teacher alone.
+    Raises BadInput for `on` with stored outputs: a rank whose row is not stored runs the teacher alone.
     """
     knob = "teacher.shard"
     if stored is not None:
-        why = "its outputs are stored: a rank that misses a row runs the teacher alone"
+        why = "its outputs are stored: a rank whose row is not stored runs the teacher alone"
         hint = "without teacher.cache every rank runs the teacher in every step"
-        refused = {"on": ("a teacher that computes", "one whose outputs are stored", hint)}
+        refused = {"on": ("a teacher that every rank runs", "a teacher with stored outputs", hint)}
         return decide(
             knob, wanted, "off", why, against={"on": why}, refused=refused, explained=True
         )
     needs = format_need(whole_bytes, available_bytes)
     whole = f"with the teacher whole on each GPU the run needs {needs}"
-    shared = f"with its layers shared by {ranks} GPUs {format_bytes(shared_bytes)}"
+    shared = f"with its layers sharded over {ranks} GPUs {format_bytes(shared_bytes)}"
     fits_only_shared, neither = _fits_only_smaller(whole_bytes, shared_bytes, available_bytes)
     if wanted == "auto" and neither:
         whole += f", and {shared} it does not fit either"
@@ -466,10 +478,10 @@ def choose_reshard(
 ) -> Decision:
     """Decide whether layers free their gathered weights between forward and backward.
 
-    `kept_bytes` is the memory that the run needs if layers keep their gathered weights, `given_bytes` if they free
-    them.
+    `kept_bytes` is the memory that the run needs if layers keep their gathered weights, `given_bytes` the memory if
+    they free them.
     """
-    kept = f"kept, the run needs {format_need(kept_bytes, available_bytes)}"
+    kept = f"with gathered weights kept, the run needs {format_need(kept_bytes, available_bytes)}"
     twice = f"gathers every layer twice a step, to need {format_bytes(given_bytes)}"
     return decide(
         "student.reshard",
@@ -488,12 +500,12 @@ def choose_sharded(wanted: str, *, whole_bytes: int) -> Decision:
         wanted,
         "on" if whole_bytes >= SHARDED_FROM_BYTES else "off",
         {
-            "on": f"{size}: every rank writes its own part, none sees all",
-            "off": f"{size}: the first rank writes it whole, as a run on one GPU would",
+            "on": f"{size}: every rank writes its own part, and no rank gathers all of it",
+            "off": f"{size}: the first rank writes all of it, as in a run on one GPU",
         },
         against={
             "off": f"{size}: one rank would write all of it while the others wait",
-            "on": f"{size}, and in parts it needs torch to be read",
+            "on": f"{size}, and parts can only be read with torch",
         },
     )
 
@@ -501,7 +513,7 @@ def choose_sharded(wanted: str, *, whole_bytes: int) -> Decision:
 def _fits_only_smaller(
     plain_bytes: int, less_bytes: int, available_bytes: int | None
 ) -> tuple[bool, bool]:
-    """Return two answers: whether a run fits only with `less_bytes`, and whether it fits with neither number."""
+    """Return whether a run fits with `less_bytes` but not with `plain_bytes`, and whether it fits with neither."""
     if available_bytes is None or plain_bytes <= available_bytes:
         return False, False
     return less_bytes <= available_bytes, less_bytes > available_bytes
@@ -533,6 +545,6 @@ _KNOBS = (
     Knob("checkpoint.sharded", choose_sharded),
 )
 KNOBS = {knob.key: knob for knob in _KNOBS}
-"""All knobs, in the order in which a run decides them. `engine.plan.fit_in_memory` says what is changed
-first when a run does not fit in memory.
+"""All knobs, in the order in which a run decides them. `engine.plan.fit_in_memory` has the order of the changes that
+make a run fit in memory.
 """

@@ -2,10 +2,10 @@
 
     MemoryPlan(spec=..., teacher=..., student=..., ...).budget()     a MemoryBudget: items, phases, the peak
 
-A run passes through phases, and not everything is alive in each: the teacher's temporaries are freed
-before the student's activations grow, and those are freed before the optimizer steps. So each item lists
-the phases in which it is alive, a phase needs the sum of its items, and the run needs the largest of
-these sums. The table marks what is alive in that phase.
+A run has phases, and not all items are allocated in each: the teacher's temporaries are freed before the
+student's activations are allocated, and the activations are freed before the optimizer steps. So each item lists
+the phases in which it is allocated, a phase needs the sum of its items, and the run needs the largest of
+these sums. The table marks the items that are allocated in the phase with the largest sum.
 
     memory on cuda: 24.1 GiB at its peak (loss), of 138.2 GiB available (cuMemGetInfo free)
 
@@ -13,41 +13,37 @@ these sums. The table marks what is alive in that phase.
       teacher weights         14.190     *      7.62G numbers of 2 bytes
       ...
 
-A budget that does not fit is refused, with every setting that would make it fit or bring it nearer.
-Unknown available memory is not 0: nothing is refused then, and the table gives the reason. The available
-memory must be read after CUDA was initialised on the device: its context, some hundred MiB, is then no
-longer counted as free, and it is no item of the budget.
+A budget that does not fit is refused, and the error lists all changes of settings that reduce it. If the available
+memory is unknown, nothing is refused, and the table gives the reason. The available memory must be read after CUDA
+was initialised on the device, because the budget has no item for CUDA's context of some hundred MiB.
 
-Letters: P student parameters, V and D its vocabulary and width, W and E the teacher's, N = B*T tokens of
-one forward pass, C rows of one chunk of the loss, R ranks, L weights of a layer, G = V D for the
-embedding (and for an untied head).
+Letters: P student parameters, V its vocabulary size and D its hidden size, N = B*T tokens of one forward pass, C rows
+of one chunk of the loss, R ranks, G = V D for the embedding (2 V D with an untied head). All sizes are in bytes.
 
-Trainer: weights fp32, 4 P; AdamW's moments, 8 P, from the first step on; gradients, 4 P, from the end of
-the backward pass to the start of the next step, so they are alive during an evaluation, and during the
-activations only if gradients are accumulated. A tied embedding has two gradients, of the head and of the
-lookup, which are summed last: 8 V D more at that point. The fused AdamW step and clipping work in place.
-At the end the saved student is loaded, 4 P, and evaluated in the place of the gradients and the moments.
+Trainer: weights in fp32, 4 P; AdamW's moments, 8 P, from the first step on; gradients, 4 P, from the end of the
+backward pass to the start of the next step. So the gradients are allocated during an evaluation, and at the same time
+as the activations only with gradient accumulation. A tied embedding has two gradients, of the head and of the lookup,
+which are summed at the end of the backward pass: 8 V D more at that time. The fused AdamW step and clipping work in
+place. At the end of the run, the gradients and moments are freed, and the saved student is loaded, 4 P, and evaluated.
 
-Loss: two buffers (C, V) in fp32, four with a teacher, and one in bf16 for the matmuls. The fused form has
-one, two with a teacher, and one in the dtype of the matmuls for each of several chunks. The gradients of
-the hidden states take 4 N D, and that of the head 4 V D, which becomes the weights' gradient.
+Loss: two buffers of C x V in fp32, four with a teacher, and one in bf16 for the matmuls. The fused loss has one such
+fp32 buffer, two with a teacher, and one in the dtype of the matmuls for each of several chunks. The gradients of the
+hidden states take 4 N D. The gradient of the head takes 4 V D and becomes the gradient of its weights.
 
 Several GPUs: each rank keeps 1/R of weights, moments and gradients. In addition:
 
-    forward, loss   the gathered embedding, 4 G, and every layer, or the one that computes and the next
-    backward        gradients of a layer before their reduction, and the copy that is sent
-    its end         the full gradient of the embedding: it is reduced last
-    evaluation      a full copy of the student, gathered for evaluations and files
+    forward, loss      the gathered embedding, 4 G, and all gathered layers, or only the running layer and the next
+    backward           the gradients of a layer before their reduction, and the copy that is sent
+    end of backward    the full gradient of the embedding, which is reduced last
+    evaluation         a full copy of the student, gathered for evaluations and files
 
-With a sharded teacher each rank holds 1/R of its layers, the full embedding, norm and head, and two
-gathered layers: the one that computes and the next (`engine.teachers.sharded`). Before the first step
-every rank holds the full student, which is checked in that form, with full gradients. With many ranks
-this is the peak.
+With a sharded teacher, each rank holds 1/R of its layers, the full embedding, norm and head, and two gathered layers:
+the running layer and the next one (`engine.teachers.sharded`). Before the first step, every rank holds the full student
+for the first-minute checks, with full gradients. With many ranks this is the peak.
 
-Byte counts are requested sizes: torch rounds each tensor up to 512 bytes, and free memory may be
-fragmented. Not covered: host memory of a run on a GPU; on a CPU, the interpreter, the libraries and the
-corpus (a few hundred MiB); what loading a model allocates briefly, one tensor of the file. Nothing here
-imports torch.
+Byte counts are requested sizes: torch rounds each tensor up to 512 bytes, and free memory may be fragmented. Not
+covered: host memory of a run on a GPU; on a CPU, the interpreter, the libraries and the corpus (a few hundred MiB); the
+one tensor of the file that is read at a time while a model is loaded. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -83,19 +79,17 @@ from engine.teachers.store.keys import HIDDEN, Identity
 from engine.units import format_bytes, format_count
 
 ITEM_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp8": 2}
-"""Bytes of a number, by precision. tf32 is fp32 in memory, and fp8 is bf16 except for the weights of the
-layers.
-"""
+"""Bytes of a number, by precision. tf32 is stored as fp32. With fp8, all except the weights of the layers is bf16."""
 
 EVAL_ROWS_AT_ONCE = 16
-"""Number of held-out rows of one forward pass."""
+"""Largest number of held-out rows in one forward pass."""
 
 EVAL_CHUNK_ROWS = 2048
-"""Number of held-out tokens whose logits are in memory at once."""
+"""Largest number of held-out tokens whose logits are in memory at the same time."""
 WRITTEN_AT_ONCE = 1024
-"""Maximum number of rows that are generated in one batch."""
+"""Largest number of rows that are generated in one batch."""
 CUBLAS_WORKSPACE_BYTES = 32 * 2**20
-"""cuBLAS workspace of each thread that launches matmuls: the main one and autograd's."""
+"""Size of the cuBLAS workspace of each thread that launches matmuls, in bytes: the main thread and autograd's."""
 
 _Settings = tuple[str, ...]
 
@@ -108,9 +102,9 @@ MEMORY_PHASES = (
     "evaluation",
     "step audit",
 )
-"""Phases of a run, in their order on a GPU. The first is before the first step, on a CPU right after it; the last two
-are after any step. The student's forward pass is left out because it needs the least, and the optimizer step
-because the evaluation after it needs more.
+"""Phases of a run, in their order on a GPU. The teacher is evaluated before the first step, but on a CPU after it. An
+evaluation or an audit may follow any step. The student's forward pass is left out because it needs the least memory,
+and the optimizer step because the evaluation after it needs more.
 """
 _TEACHER_EVALUATION, _TEACHER, _LOSS, _BACKWARD, _LAST, _EVALUATION, _AUDIT = MEMORY_PHASES
 _STEP = (_TEACHER, _LOSS, _BACKWARD)
@@ -121,11 +115,11 @@ class BudgetItem:
     name: str
     bytes: int
     how: str
-    """The arithmetic in words."""
+    """Arithmetic of `bytes`, as text."""
     phases: tuple[str, ...] = MEMORY_PHASES
-    """The phases in which it is alive."""
+    """The phases in which it is allocated."""
     lasting: bool = False
-    """Whether it stays allocated; other items are allocated again in each step or evaluation."""
+    """Whether it stays allocated. Other items are allocated again in each step or evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +127,7 @@ class Saving:
     """A change of settings, and the memory that the run would need with it."""
 
     settings: tuple[str, ...]
-    """As on the command line: `train.rows=2`."""
+    """Settings in the form of the command line, such as `train.rows=2`."""
     total_bytes: int
     saved_bytes: int
     fits: bool
@@ -153,9 +147,9 @@ class MemoryBudget:
     device: str
     items: tuple[BudgetItem, ...]
     available: Reading
-    """Bytes that this run may use, read before it allocated anything on the device."""
+    """Bytes that this run may use, read before the run allocated anything on the device."""
     savings: tuple[Saving, ...] = ()
-    """Changes that would need less; empty when the budget fits."""
+    """Changes with which the run would need less; empty if the budget fits."""
 
     def bytes_in(self, phase: str) -> int:
         return sum(item.bytes for item in self.items if phase in item.phases)
@@ -199,7 +193,7 @@ class MemoryBudget:
         return out
 
     def refuse_if_too_big(self) -> None:
-        """Raise BadInput, with the table and the savings, when the run needs more than is available."""
+        """Raise BadInput, with the table and the savings, if the run needs more memory than is available."""
         if self.fits is not False:
             return
         lines = [*self.lines(), "", "  changes that need less memory:"]
@@ -222,7 +216,7 @@ def _hint(savings: tuple[Saving, ...]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Inputs of the memory prediction: settings (`auto` counts as off), shapes and the device."""
+    """Inputs of the memory prediction: settings (`auto` counts as off), shapes and available memory."""
 
     spec: RunSpec
     teacher: ModelConfig | None
@@ -230,25 +224,25 @@ class MemoryPlan:
     available: Reading
     """Bytes that the run may use."""
     teacher_packed_bytes: int | None = None
-    """Size of a quantised teacher's weights without its scratch; for a dequantised one, what the
-    quantised backend would need. None when the file has no quantised blocks.
+    """Size of the teacher's weights with the quantised backend, without its scratch memory, whichever backend the plan
+    has. None if the file has no quantised blocks.
     """
     teacher_packed_layers: tuple[int, ...] = ()
-    """Bytes of each layer of a quantised teacher."""
+    """Bytes of each layer of the teacher with the quantised backend."""
     shares_heads: bool = True
     """Whether masked bf16 attention on this GPU accepts fewer key/value heads than query heads without
     copying them (`engine.models.decoder`: compute capability 9).
     """
     kept_layers: int = 0
-    """With student.checkpointing: how many of the student's last layers keep their activations nevertheless."""
+    """Number of the student's last layers that keep their activations despite student.checkpointing."""
     student_blocks: PackedSize | None = None
-    """Sizes of a student with adapters whose frozen matrices stay in blocks."""
+    """Sizes of a student with adapters whose frozen matrices stay in quantised blocks."""
     is_one_file: bool = False
-    """Whether the base of adapters is the teacher's own file."""
+    """Whether the base of the student's adapters is the teacher's file."""
     context: int = 0
     """Tokens of teacher.context."""
     store: Identity | None = None
-    """The identity of the store that the backend `cached` would read."""
+    """Identity of the store that the backend `cached` would read."""
 
     @property
     def adapted(self) -> bool:
@@ -257,7 +251,8 @@ class MemoryPlan:
 
     @property
     def shares_weights(self) -> bool:
-        """Whether the teacher's weights are also the frozen base of adapters: one file, held in one form."""
+        """Whether teacher and student share one copy of the weights that are the frozen base of the adapters: both have
+        the same file, backend and precision."""
         teacher, student = self.spec.teacher, self.spec.student
         in_blocks = self.student_blocks is not None
         return (
@@ -270,7 +265,7 @@ class MemoryPlan:
 
     @property
     def frozen_bytes(self) -> int:
-        """Bytes of the frozen weights of a student with adapters; 0 without."""
+        """Bytes of the frozen weights of a student with adapters; 0 without adapters."""
         if not self.adapted:
             return 0
         if self.shares_weights:
@@ -297,7 +292,7 @@ class MemoryPlan:
 
     @property
     def graphs(self) -> bool:
-        """Whether the student's layers are captured as CUDA graphs, which own their activations and gradients."""
+        """Whether the student's layers run as CUDA graphs, which keep their activations and gradients allocated."""
         return self.spec.student.graphs == "on"
 
     @property
@@ -312,7 +307,7 @@ class MemoryPlan:
 
     @property
     def stored(self) -> Identity | None:
-        """The identity of the stored teacher outputs when the run reads them."""
+        """Identity of the stored teacher outputs; None if the run does not read them."""
         return self.store if self.spec.teacher.backend == "cached" else None
 
     @property
@@ -339,7 +334,7 @@ class MemoryPlan:
 
     @property
     def teacher_in_loss(self) -> ModelConfig | None:
-        """The teacher, when the objective uses it."""
+        """The teacher; None if the objective uses no teacher."""
         return self.teacher if self.spec.taught else None
 
     def share(self, size: int) -> int:
@@ -351,7 +346,7 @@ class MemoryPlan:
         return self.spec.train.rows * self.spec.data.seq_len
 
     def student_pass(self, rows: int) -> Forward:
-        # The residual of a frozen student is in the dtype of its weights.
+        # The residual stream of a student with adapters is in the dtype of its frozen weights.
         forward = self._pass(
             self.student, rows, self.itemsize, self.itemsize if self.adapted else 4
         )
@@ -381,23 +376,23 @@ class MemoryPlan:
             matmul_bytes=matmul_bytes,
             residual_bytes=residual_bytes,
             fused_norms=self.on_gpu,
-            # In fp32 no CUDA kernel supports this, in bf16 some do; the CPU's does.
+            # On CUDA no fp32 kernel supports this, and only some bf16 kernels; the CPU kernel does.
             shares_heads=not self.on_gpu or (matmul_bytes == 2 and self.shares_heads),
         )
 
     @property
     def chunk_rows(self) -> int:
-        """Tokens whose logits are kept at a time."""
+        """Number of tokens whose logits are computed at a time."""
         device, vocabulary = self.spec.compute.device, self.student.vocab_size
         usual = default_chunk_rows(device, vocabulary, fused=self.fused_loss)
         return min(self.spec.loss.chunk_rows or usual, self.tokens)
 
     def changed(self, settings: Mapping[str, Any]) -> MemoryPlan:
-        """Return the plan with other settings."""
+        """Return the plan with changed settings."""
         return replace(self, spec=self.spec.with_values(settings))
 
     def with_sets(self, settings: _Settings) -> MemoryPlan:
-        """Return the plan with other settings, each as on the command line."""
+        """Return the plan with changed settings, each in the form of the command line."""
         return self.changed(dict(map(parse_set, settings)))
 
     def items(self) -> tuple[BudgetItem, ...]:
@@ -416,7 +411,7 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that the phase with the largest need needs."""
+        """Bytes that the run needs in the phase that needs the most."""
         return self._budget().total_bytes
 
     def _budget(self) -> MemoryBudget:
@@ -425,7 +420,7 @@ class MemoryPlan:
         )
 
     def budget(self) -> MemoryBudget:
-        """Return the memory that the run will need and, if it does not fit, the changes of settings that need less."""
+        """Return the memory budget of the run; if it does not fit, with the changes of settings that need less."""
         budget = self._budget()
         if budget.fits is not False or self.available.number is None:
             return budget
@@ -460,8 +455,8 @@ def _teacher_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     forward = plan.teacher_pass(config, plan.spec.train.rows)
     yield BudgetItem(
         "teacher temporaries",
-        forward.passing(),
-        f"the widest moment of a layer, {format_count(plan.tokens)} tokens",
+        forward.without_autograd(),
+        f"the peak inside a layer, {format_count(plan.tokens)} tokens",
         phases=(_TEACHER,),
     )
     if plan.context:
@@ -485,7 +480,7 @@ def _teacher_weights(plan: MemoryPlan, config: ModelConfig) -> BudgetItem:
         return BudgetItem(
             "teacher weights",
             plan.teacher_packed_bytes,
-            "blocks as they are in the file, and the rest as floats",
+            "quantised blocks as in the file, and the rest as floats",
             lasting=True,
         )
     if plan.spec.teacher.precision == "fp8":
@@ -527,16 +522,16 @@ def _fp8_bytes(config: ModelConfig, itemsize: int) -> int:
 
 
 def _stored_items(plan: MemoryPlan, config: ModelConfig, stored: Identity) -> Iterator[BudgetItem]:
-    """Yield the items of a stored teacher. Its layers, loaded when a row is missing, are not in the plan."""
+    """Yield the items of a stored teacher. The plan leaves out the teacher that is loaded if a row is not stored."""
     head = config.vocab_size * config.hidden_size
     if stored.form == HIDDEN:
         yield BudgetItem(
             "teacher head",
             plan.teacher_itemsize * head,
-            f"{format_count(head)} x {plan.teacher_itemsize} bytes; in blocks, less",
+            f"{format_count(head)} x {plan.teacher_itemsize} bytes; less in quantised blocks",
             lasting=True,
         )
-    # On a GPU the next batch's outputs are copied during the step, into memory that nothing else uses.
+    # On a GPU the outputs for the next batch are copied during the step, into memory of their own.
     yield BudgetItem(
         "teacher outputs",
         round(stored.token_bytes * plan.tokens) * (2 if plan.on_gpu else 1),
@@ -554,7 +549,7 @@ def _student_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     count, tokens = format_count(parameters), plan.tokens
     shared = plan.ranks > 1 and not plan.adapted
     share = plan.share if shared else int
-    shared_by = f", shared by {plan.ranks} GPUs" if shared else ""
+    shared_by = f", sharded over {plan.ranks} GPUs" if shared else ""
     yield BudgetItem(
         "student weights",
         share(base + 4 * parameters),
@@ -575,8 +570,8 @@ def _student_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         "gradients",
         share(4 * parameters),
         f"{count} x 4 bytes{shared_by}, "
-        + ("kept between passes" if accumulated else "from the backward pass on"),
-        # An untrained student that is evaluated after the first step uses the memory of the gradients.
+        + ("kept between micro-batches" if accumulated else "from the backward pass on"),
+        # If the untrained student is evaluated after the first step, it uses the memory of the gradients.
         phases=(*_STEP, _LAST, _EVALUATION, _AUDIT)
         if accumulated
         else (_LAST, _EVALUATION, _AUDIT),
@@ -600,7 +595,7 @@ def _student_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
             phases=_STEP,
         )
     yield BudgetItem(
-        "tokens of a pass",
+        "tokens of a micro-batch",
         3 * 8 * tokens,
         f"ids, documents and labels of {format_count(tokens)} tokens, 8 bytes each",
         phases=(*_STEP, _LAST),
@@ -625,7 +620,7 @@ def _loss_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         sparse=plan.stored is not None and plan.stored.form != HIDDEN,
         fused=plan.fused_loss,
     )
-    # For the matmuls: the eager form's narrow copy of dz, and the fused form's own buffer.
+    # For the matmuls: in the eager loss a narrow copy of the logits' gradient, in the fused loss a separate buffer.
     narrow = plan.itemsize if plan.fused_loss or (plan.on_gpu and plan.itemsize == 2) else 0
     kept_rows = min(FUSED_HELD * chunk, tokens) if plan.fused_loss else chunk
     yield BudgetItem(
@@ -655,8 +650,8 @@ def _loss_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     )
     narrow_itemsize = plan.itemsize if plan.itemsize < 4 else 0
     scaled = tokens * width * (4 + narrow_itemsize)
-    # One layer: two gradients of feed-forward width, the residual's, and a matrix's in both dtypes. The
-    # gradient of the hidden states has been freed by then.
+    # Of one layer: two gradients of feed-forward width, the gradient of the residual stream, and the gradient of a
+    # matrix in both dtypes. The gradient of the hidden states has been freed before.
     matrix = linear_sizes(student)["down"] * (4 + narrow_itemsize)
     forward = plan.student_pass(plan.spec.train.rows)
     inside = 2 * plan.itemsize * tokens * student.intermediate_size + matrix + forward.recomputed()
@@ -666,8 +661,8 @@ def _loss_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         "the larger of a second gradient of the hidden states and a layer's gradients",
         phases=(_BACKWARD,),
     )
-    # If tied: the head's gradient and the lookup's, in addition to their sum, which is the gradient or is added
-    # to it.
+    # With a tied embedding, the gradients of the head and of the lookup, in addition to their sum. With accumulation,
+    # also the gradient to which the sum is added.
     copies = 2 * student.tie_word_embeddings + (plan.spec.train.accumulation > 1)
     kept = sum(forward.kept().values())
     first = inside + (4 + plan.itemsize) * tokens * width + kept // student.num_hidden_layers
@@ -680,8 +675,8 @@ def _loss_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
 
 
 def _operands(plan: MemoryPlan) -> int:
-    """Return the bytes of the hidden states, of all and of the labelled tokens, and of copies of the
-    heads.
+    """Return the bytes of the loss's operands: hidden states of all tokens and of the labelled tokens, and copies of
+    the heads.
 
     On a CPU, matmuls run in fp32 whatever the dtype of their operands.
     """
@@ -700,13 +695,13 @@ def _operands(plan: MemoryPlan) -> int:
 
 
 def written_rows(spec: RunSpec) -> int:
-    """Return how many rows a model generates in one batch: those of the step with the most, up to WRITTEN_AT_ONCE."""
+    """Return the largest number of rows that a step generates in one batch, at most WRITTEN_AT_ONCE."""
     passes = math.ceil(spec.rollout.share * spec.train.accumulation)
     return min(WRITTEN_AT_ONCE, spec.train.rows * passes)
 
 
 def _rollout_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
-    """Yield what generating rows needs. It stays allocated, because a captured decode step keeps its addresses."""
+    """Yield the items of generating rows. They stay allocated, because a captured decode step uses fixed addresses."""
     spec, slots = plan.spec, written_rows(plan.spec)
     by_student = spec.rollout.by == "student"
     config = plan.student if by_student else plan.teacher
@@ -715,7 +710,7 @@ def _rollout_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     itemsize = plan.itemsize if by_student else plan.teacher_itemsize
     pages = slots * pages_for(spec.data.seq_len) + 1
     yield BudgetItem(
-        "keys and values of written rows",
+        "KV cache of generated rows",
         pages * PAGE * token_bytes(config, itemsize),
         f"{slots} rows of {format_count(spec.data.seq_len)} tokens in pages of {PAGE}",
         lasting=True,
@@ -724,13 +719,13 @@ def _rollout_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         yield BudgetItem(
             "gathered weights for generation",
             4 * count_parameters(config),
-            f"a whole copy of the sharded student, {format_count(count_parameters(config))} x 4 bytes",
+            f"a full copy of the sharded student, {format_count(count_parameters(config))} x 4 bytes",
             lasting=True,
         )
     if not plan.on_gpu:
         return
     yield BudgetItem(
-        "logits of written rows",
+        "logits of generated rows",
         4 * slots * config.vocab_size,
         f"{slots} rows x {format_count(config.vocab_size)} ids x 4 bytes",
         lasting=True,
@@ -747,7 +742,7 @@ def _rollout_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
 def _evaluation_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     rows = min(EVAL_ROWS_AT_ONCE, plan.spec.eval.rows)
     how = f"{rows} rows at once, logits of {EVAL_CHUNK_ROWS} tokens in fp32, twice"
-    # Without autograd, autocast does not cache its casts: there is one cast weight at a time.
+    # Without autograd, autocast does not cache its copies of weights: there is one at a time.
     cast = plan.itemsize * max(linear_sizes(plan.student).values()) if plan.itemsize < 4 else 0
     yield BudgetItem(
         "evaluation workspace",
@@ -774,13 +769,13 @@ def _evaluation_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
 
 
 def _audit_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
-    """Yield the memory that the references of a step's audit need on a GPU (`engine.audit`)."""
+    """Yield the memory that the audit of a step needs on a GPU for its reference computations (`engine.audit`)."""
     if not plan.spec.checks.enabled or not plan.on_gpu:
         return
     student, teacher = plan.student, plan.teacher_in_loss
     tokens = plan.tokens * plan.spec.train.accumulation
     models = [model for model in (student, teacher) if model is not None]
-    # A model that transformers runs has no reference.
+    # There is no reference implementation for a model that transformers runs.
     compared = [model for model in models if model.native]
     layer = 4 * max((sum(linear_sizes(model).values()) for model in compared), default=0)
 
@@ -806,18 +801,19 @@ def _audit_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         # The input of every layer, for its gradients.
         hidden += 4 * tokens * student.hidden_size * (student.num_hidden_layers + 1)
     logits = logits_bytes(plan.tokens, student.vocab_size)
-    # A frozen head has no gradient, and is already in the form that the matmul reads.
+    # A frozen head has no gradient, and is already in the dtype of the matmul.
     head = 0 if plan.adapted else 6 * student.vocab_size * student.hidden_size
     yield BudgetItem(
         "audit of a step",
         layer + at_once + hidden + logits + head,
-        "a layer in fp32 with some tokens of it, logits in fp32, gradients of the head",
+        "a layer in fp32 for some tokens, logits in fp32, gradients of the head",
         phases=(_AUDIT,),
     )
 
 
 def _transformers_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
-    """Yield estimates of what a model that transformers runs needs beyond a native decoder of the same shape."""
+    """Yield estimates of the memory that a model run by transformers needs beyond a native decoder of the same
+    shape."""
     student, tokens = plan.student, plan.tokens
     itemsize, vocabulary = plan.itemsize, student.vocab_size
     if isinstance(student, TransformersConfig):
@@ -825,14 +821,14 @@ def _transformers_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         yield BudgetItem(
             "norms of transformers",
             0 if plan.checkpointing else 8 * count * student.hidden_size,
-            f"{format_count(count)} tokens and layers x {student.hidden_size} x 8 bytes, not in one kernel",
+            f"{format_count(count)} tokens and layers x {student.hidden_size} x 8 bytes, because norms are not fused",
             phases=(_LOSS, _BACKWARD),
         )
         if student.scales_logits:
             yield BudgetItem(
                 "logits of the student",
                 tokens * vocabulary * (5 * itemsize + 4),
-                f"{format_count(tokens)} tokens x {vocabulary}, as the model gives them, and their gradients",
+                f"{format_count(tokens)} tokens x {vocabulary}, as the model returns them, and their gradients",
                 phases=(_LOSS, _BACKWARD),
             )
     teacher = plan.teacher_in_loss if plan.stored is None else None
@@ -840,26 +836,26 @@ def _transformers_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         yield BudgetItem(
             "logits of the teacher",
             3 * tokens * teacher.vocab_size * plan.teacher_itemsize,
-            f"{format_count(tokens)} tokens x {teacher.vocab_size}, as the model gives them",
+            f"{format_count(tokens)} tokens x {teacher.vocab_size}, as the model returns them",
             phases=(_TEACHER, _LOSS),
         )
 
 
 def _workspace(plan: MemoryPlan, forward: Forward) -> int:
-    """Return the larger need of two moments: the forward pass, while the previous batch's tensors exist, and
-    the logits.
+    """Return the bytes of an evaluation: the larger of the forward pass, while the tensors of the previous batch
+    exist, and of the computation of logits.
     """
     config = forward.config
     logits = 4 * min(EVAL_CHUNK_ROWS, forward.tokens) * config.vocab_size
-    # Hidden states of every token, and of the labelled ones; a CPU has the latter in fp32.
+    # Hidden states of every token, and of the labelled tokens; on a CPU the latter are in fp32.
     itemsize = forward.residual_bytes
     hidden = forward.tokens * config.hidden_size * (2 * itemsize if plan.on_gpu else itemsize + 4)
     previous = hidden + logits if plan.spec.eval.rows > EVAL_ROWS_AT_ONCE else 0
-    return max(forward.passing() + previous, hidden + 2 * logits)
+    return max(forward.without_autograd() + previous, hidden + 2 * logits)
 
 
 def _rank_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
-    """Yield what sharding adds on a rank; nothing for a run of one process."""
+    """Yield the items that sharding adds on a rank; none for a run with a single process."""
     if plan.ranks == 1:
         return
     if plan.adapted:
@@ -867,7 +863,7 @@ def _rank_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         yield BudgetItem(
             "gradients in the all-reduce",
             4 * trained,
-            f"{format_count(trained)} x 4 bytes, of all adapters in one buffer",
+            f"{format_count(trained)} x 4 bytes, all adapters in one buffer",
             phases=(_LAST,),
         )
         return
@@ -909,7 +905,7 @@ def _rank_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
 
 
 def _gathered(plan: MemoryPlan, layers: int, layer: int) -> int:
-    """Return the bytes of gathered student layers: all, or two and their all-gather buffers."""
+    """Return the bytes of gathered student layers: of all layers, or of two layers and their all-gather buffers."""
     return 4 * (min(4 * layer, layers) if plan.reshard else layers)
 
 
@@ -923,33 +919,33 @@ def _shared_teacher(
     count = config.num_hidden_layers
     layers = plan.teacher_packed_layers if plan.quantized else ()
     if not layers:
-        # Outside the layers there is also the last norm.
+        # Embedding, head and the last norm are outside the layers.
         outside = plan.teacher_itemsize * (_tables(config) + config.hidden_size)
         layers = ((weights.bytes - outside) // count,) * count
     inside = sum(layers)
     yield replace(
         weights,
         bytes=weights.bytes - inside + plan.share(inside),
-        how=f"{weights.how}; layers, {format_bytes(inside)}, shared by {plan.ranks} GPUs",
+        how=f"{weights.how}; layers, {format_bytes(inside)}, sharded over {plan.ranks} GPUs",
     )
     gathered = min(2, count)
     yield BudgetItem(
         "gathered teacher layers",
         gathered * max(layers),
-        f"{gathered} of at most {format_bytes(max(layers))}: one computes, the next arrives",
+        f"{gathered} of at most {format_bytes(max(layers))}: the running layer and the next one",
         lasting=True,
     )
 
 
 def _tables(config: ModelConfig) -> int:
-    """Return the number of elements in embedding and head, which are one table when tied."""
+    """Return the number of elements in embedding and head, which are one matrix if tied."""
     return (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size
 
 
 def _before_the_first_step(
     plan: MemoryPlan, parameters: int, outside: int, layer: int
 ) -> Iterator[BudgetItem]:
-    """Yield what the full student needs before the first step beyond what its shards need later."""
+    """Yield the memory that the full student needs before the first step beyond that of its shards later."""
     later_bytes = plan.share(12 * parameters) + 4 * outside
     inside = _gathered(plan, parameters - outside, layer)
     extra_bytes = {
@@ -962,7 +958,7 @@ def _before_the_first_step(
             yield BudgetItem(
                 f"whole student, {phase}",
                 size,
-                "what the checks before the first step need beyond what steps do",
+                "needed by the checks before the first step, beyond what a step needs",
                 phases=(phase,),
             )
 
@@ -970,10 +966,10 @@ def _before_the_first_step(
 def _savings(plan: MemoryPlan, available: float) -> tuple[Saving, ...]:
     """Return single changes that need less, those that fit first; if none fits, also a combination.
 
-    Each kind of change has a ladder of settings, from the mildest to the strongest. Fewer rows are
-    combined with more accumulation, so that the optimizer sees the same batch; gradients then have to be
-    kept between passes, which can cost more than it saves. None changes what is learned beyond rounding,
-    except `eval.rows`, which changes how precisely the result is measured.
+    For each kind of change there is a list of settings, from the mildest to the strongest. Fewer rows are combined with
+    more accumulation, so that the optimizer sees the same batch. Gradients then have to be kept between micro-batches,
+    which can need more memory than it saves. No change affects training beyond rounding. `eval.rows` changes how
+    precisely the held-out loss is measured.
     """
     total = plan.total_bytes
 
@@ -1004,7 +1000,7 @@ def _savings(plan: MemoryPlan, available: float) -> tuple[Saving, ...]:
 
 
 def _mildest(plan: MemoryPlan, ladder: list[_Settings], available: float) -> tuple[_Settings, int]:
-    """Return the first setting that fits and what it needs; if none fits, the one that needs the least."""
+    """Return the first of `ladder` that fits and its bytes; if none fits, the one that needs the least."""
     steps = [(settings, plan.with_sets(settings).total_bytes) for settings in ladder]
     smallest = min(steps, key=lambda step: step[1])
     return next((step for step in steps if step[1] <= available), smallest)

@@ -1,14 +1,12 @@
-"""Plan a run before any of its weights is loaded, in the order in which the decisions depend on each
-other.
+"""Plan a run before any of its weights is loaded. Later decisions depend on earlier ones:
 
-    teacher outputs stored?  ->  its precision  ->  kernel of the loss  ->  how layers run
-      ->  what memory allows  ->  kernels of a quantised teacher and of the update
+    stored teacher outputs  ->  teacher precision  ->  kernel of the loss  ->  kernels and attention of the layers
+      ->  settings that depend on memory  ->  kernel of the update  ->  sharded checkpoints
 
-Everything follows from the spec, the headers of files and the device, so a run that cannot work is
-refused in the first second. Each decision is logged as it is made, and the budget at the end. The result is
-a spec without `auto`, with which alone the run then works. The choosers and their reasons are in
-`engine.plan.knobs`, the memory arithmetic in `engine.plan.memory`, and what is changed when the run does
-not fit in `engine.plan.fit_in_memory`.
+The plan needs only the spec, the headers of files and the device, so a run that cannot work is refused in the first
+second. Each decision is logged as it is made, and then the memory budget. The result is a spec without `auto`, which
+is all that the run then reads. The choosers and their reasons are in `engine.plan.knobs`, the memory arithmetic in
+`engine.plan.memory`, and the changes that make a run fit in `engine.plan.fit_in_memory`.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ from engine.teachers.store.manifest import check_teacher_files, fitting_manifest
 from engine.units import format_capability
 
 SAMPLED_ROWS = 1024
-"""Number of rows that are looked up in the store before the run begins."""
+"""Largest number of rows that are looked up in the store before the run begins."""
 
 Log: TypeAlias = Callable[[Decision], None]
 
@@ -51,10 +49,11 @@ class Stored:
     config: ModelConfig
     """The teacher's config."""
     teacher_known: str
-    """Evidence that the store belongs to this teacher, in words."""
+    """Evidence that the store belongs to this teacher, as text for the log."""
     rows: int
-    """Number of rows looked up."""
+    """Number of the run's rows that were looked up in the store."""
     found: int
+    """Number of these rows that are stored."""
 
     @property
     def identity(self) -> Identity:
@@ -65,15 +64,15 @@ class Stored:
         return Decision(
             knob="teacher.precision",
             choice=self.identity.precision,
-            reason="the outputs in teacher.cache were made in it",
+            reason="the outputs in teacher.cache were computed in this precision",
         )
 
     @property
     def words(self) -> str:
         """The reason for reading the store, with its numbers."""
-        where = f"{self.found:,} of {self.rows:,} rows looked for are there"
+        where = f"{self.found:,} of {self.rows:,} sampled rows of the run are stored"
         size = f"{self.identity.token_bytes:,.0f} bytes per token"
-        return f"{len(self.store):,} rows are stored: {self.identity.words}, {size}; {where}"
+        return f"the store has {len(self.store):,} rows: {self.identity.words}, {size}; {where}"
 
 
 def batches_of(spec: RunSpec, stream: TokenStream) -> Batches:
@@ -87,12 +86,12 @@ def batches_of(spec: RunSpec, stream: TokenStream) -> Batches:
 
 
 def rows_of_run(spec: RunSpec) -> int:
-    """Return the number of rows that a run takes, over all of its epochs."""
+    """Return the number of rows that a run trains on, over all epochs."""
     return spec.train.steps * spec.rows_per_step
 
 
 def find_stored(spec: RunSpec, inputs: Inputs, stream: TokenStream) -> Stored | None:
-    """Open the store that `spec` names; None when it names none.
+    """Open the store that `spec` names; None if it names none.
 
     Raises CacheError for a store that does not fit this run.
     """
@@ -103,7 +102,7 @@ def find_stored(spec: RunSpec, inputs: Inputs, stream: TokenStream) -> Stored | 
     store = open_store(spec.teacher.cache)
     evidence = check_teacher_files(spec.teacher.path, store.manifest, store.path)
     batches = batches_of(spec, stream)
-    # Single rows, spread evenly over what the run takes, at most one epoch.
+    # Rows evenly spaced over the run, or over its first epoch if it has several.
     rows = min(rows_of_run(spec), batches.rows_per_epoch)
     positions = np.unique(np.linspace(0, rows - 1, min(rows, SAMPLED_ROWS)).astype(np.int64))
     found = sum(
@@ -123,12 +122,12 @@ class RunFacts:
     """The facts of one run on its device, as the choosers use them."""
 
     spec: RunSpec
-    """The spec, with the values that are decided so far."""
+    """The spec, with the values decided so far."""
     inputs: Inputs
     compute: ComputeDevice
     log: Log
     store: Stored | None = None
-    """The store that replaces the teacher when the run reads its outputs."""
+    """The store from which the run reads the teacher's outputs; None if the teacher is loaded."""
 
     def take(self, key: str, **computed: Any) -> str:
         """Decide one setting, log the decision and return the choice."""
@@ -182,17 +181,17 @@ class RunFacts:
 @dataclass(frozen=True, slots=True)
 class Plan:
     spec: RunSpec
-    """The resolved spec: the user's settings, with a decision for each `auto` and 0. Settings without an effect in this
-    run are off."""
+    """The resolved spec: the user's settings, with a decision for each `auto` and each automatic 0. Settings without an
+    effect in this run are off."""
     inputs: Inputs
     compute: ComputeDevice
     store: Stored | None
-    """The store that replaces the teacher when the run reads its outputs."""
+    """The store from which the run reads the teacher's outputs; None if the teacher is loaded."""
     budget: MemoryBudget
     kept_layers: int
-    """With student.checkpointing: how many of the student's last layers keep their activations nevertheless."""
+    """Number of the student's last layers that keep their activations despite student.checkpointing."""
     shares_weights: bool = False
-    """Whether the teacher's weights are also the frozen base of adapters, held once."""
+    """Whether teacher and student share one copy of the weights that are the frozen base of the adapters."""
 
     @property
     def sparse(self) -> bool:
@@ -209,9 +208,9 @@ def plan_run(
 ) -> Plan:
     """Plan a run; log each decision and the budget.
 
-    `spec` is that of `set_up_device`, `stream` the training data, whose rows a store should have. Raises CacheError for
-    a store that does not fit this run, and BadInput for a run that does not fit into memory, unless memory.budget says
-    to only report it.
+    `spec` is the result of `set_up_device`; `stream` is the training data, whose rows are looked up in the store.
+    Raises CacheError if the store does not fit this run. Raises BadInput if the run does not fit into memory, unless
+    memory.budget is report.
     """
     store = find_stored(spec, inputs, stream)
     facts = RunFacts(spec=spec, inputs=inputs, compute=compute, store=store, log=log)
@@ -230,7 +229,7 @@ def plan_run(
     if spec.memory.budget == "enforce":
         budget.refuse_if_too_big()
     if facts.spec.student.adapter_base == "fp8":
-        refuse_fp8_base(facts.capability)
+        require_fp8_matmuls(facts.capability)
     facts.take("train.update")
     if facts.spec.compute.gpus > 1 and facts.spec.student.adapter == "none":
         # Weights and two moments, in fp32.
@@ -246,28 +245,28 @@ def plan_run(
     )
 
 
-def refuse_fp8_base(capability: tuple[int, int] | None) -> None:
-    """Raise BadInput for a GPU without matmuls in fp8. On a CPU they are computed in fp32."""
+def require_fp8_matmuls(capability: tuple[int, int] | None) -> None:
+    """Raise BadInput for a GPU without fp8 matmuls. A CPU, with capability None, computes them in fp32."""
     if capability is not None and capability < FP8_CAPABILITY:
         raise BadInput.expected(
             "student.adapter_base",
             "fp8",
             f"a GPU of compute capability {format_capability(FP8_CAPABILITY)}",
             format_capability(capability),
-            hint="student.adapter_base=blocks or floats runs on any",
+            hint="student.adapter_base=blocks and floats run on any GPU",
         )
 
 
 def without_effect(facts: RunFacts) -> dict[str, str]:
-    """Return values of the settings that are not decided, because nothing in the run depends on them."""
+    """Return the values of settings that have no effect in this run, and so are not decided."""
     settings: dict[str, str] = {}
     if facts.spec.compute.gpus == 1:
         settings |= dict.fromkeys(("teacher.shard", "student.reshard", "checkpoint.sharded"), "off")
     if facts.inputs.context:
-        # The number of passes differs between ranks, but gathering a layer is a collective.
+        # The number of forward passes differs between ranks, but gathering a layer is a collective.
         settings["teacher.shard"] = "off"
     if facts.spec.student.adapter != "none":
-        # Each GPU has the frozen student and its small adapters whole.
+        # Each GPU has a full copy of the frozen student and its small adapters.
         settings |= dict.fromkeys(("student.reshard", "checkpoint.sharded"), "off")
     if facts.teacher is None:
         settings |= {
@@ -279,7 +278,7 @@ def without_effect(facts: RunFacts) -> dict[str, str]:
 
 
 def choose_layer_execution(facts: RunFacts) -> None:
-    """Choose the kernels between the matmuls, and decide whether attention is packed."""
+    """Choose the kernels between the matmuls, whether attention is packed, and the kernel of packed attention."""
     facts.take("kernels.layers")
     facts.take("student.attention")
     if facts.teacher is not None:
@@ -288,16 +287,16 @@ def choose_layer_execution(facts: RunFacts) -> None:
 
 
 def plan_memory(facts: RunFacts) -> MemoryPlan:
-    """Decide the settings that memory depends on, and return the plan with them.
+    """Decide the settings that affect memory, and return the plan with them.
 
-    These are the teacher's backend, checkpointing, tokens per chunk of the loss, sharding over ranks, and
+    These are the teacher's backend, checkpointing, the tokens per chunk of the loss, sharding over ranks, and
     CUDA graphs.
     """
     spec, ranks = facts.spec, facts.spec.compute.gpus
     size = facts.inputs.teacher_size if facts.teacher is not None else None
     packed = size if size is not None and size.matrices else None
     itemsize = ITEM_BYTES[spec.teacher.precision]
-    # Settings that are decided last start as off.
+    # Settings that are decided last are off in the first plan.
     undecided = {"teacher.shard": "off", "student.graphs": "off"}
     initial = MemoryPlan(
         spec=spec.with_values({**undecided, "student.reshard": "on" if ranks > 1 else "off"}),

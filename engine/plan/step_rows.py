@@ -1,7 +1,7 @@
-"""The data that one step of a run trained on: its rows, their documents by name, and their text, proved by content.
+"""Show the data that one step of a run trained on: its rows, the names of their documents, and their text.
 
-The run's records (`engine.log.rows`) have a hash of each row. The corpus is read again, and the hash of the prescribed
-row is compared with the recorded one.
+The run recorded a hash of each row that it trained on (`engine.log.rows`). The corpus is read again, and the hash of
+the row that the data order prescribes is compared with the recorded hash.
 """
 
 # Shapes: B rows, T tokens of a row
@@ -33,12 +33,12 @@ from engine.units import format_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """The part of a document that is in a row."""
+class DocumentSpan:
+    """The tokens of one document that are in a row."""
 
     document: str
     begin: int
-    """Index in the document of its first token in the row."""
+    """Index within the document of the first token that is in the row."""
     tokens: int
     length: int
     """Number of tokens of the whole document."""
@@ -55,29 +55,29 @@ class StepRow:
     hash: str
     rank: int
     row: int
-    """The prescribed training row, by the order of the data."""
+    """The training row that the data order prescribes."""
     in_turn: bool
-    """Whether the row that was trained on has its content."""
+    """Whether the row that was trained on has the content of the prescribed row."""
     labels: int = 0
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[DocumentSpan, ...] = ()
     text: tuple[Marked, ...] = ()
-    """Text in order, and whether it is to be predicted from what precedes it in the row."""
+    """The text of the row in segments, each with whether its tokens are labels."""
 
     def __str__(self) -> str:
         if self.in_turn:
-            return f"row {self.row:,}, which was due"
-        return f"NOT row {self.row:,}, which was due: its content differs from the recorded hash"
+            return f"row {self.row:,}, as prescribed"
+        return f"NOT the prescribed row {self.row:,}: its content does not have the recorded hash"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRows:
     step: int
     loss: float | None
-    """As logged; None where it was not finite or the step is not in the log."""
+    """The logged loss; None if it was not finite or the step is not in the log."""
     seq_len: int
     ranks: int
     digest_agrees: bool | None
-    """Whether the running digest in the log is that of the records; None where it has none."""
+    """Whether the running digest in the log equals that of the recorded hashes; None if the log has none."""
     rows: tuple[StepRow, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class StepRows:
         return {**fields, "about": self.lines()}
 
     def lines(self) -> list[str]:
-        """Format it for people, without the text of the rows."""
+        """Return the step's rows as lines for the terminal, without their text."""
         loss = "" if self.loss is None else f", loss {self.loss:.4f}"
         ranks = f" on {self.ranks} ranks" if self.ranks > 1 else ""
         labels = sum(row.labels for row in self.rows)
@@ -99,20 +99,20 @@ class StepRows:
             f"{format_count(labels)} labels"
         ]
         wrong = sum(not row.in_turn for row in self.rows)
-        proof = "each row is the one that was due, by content"
+        proof = "the content of each row is that of the prescribed row"
         if wrong:
-            proof = f"{wrong:,} of {len(self.rows):,} rows are NOT those that were due"
+            proof = f"{wrong:,} of {len(self.rows):,} rows are NOT the prescribed rows"
         if self.digest_agrees is not None:
             agree = "agrees" if self.digest_agrees else "does NOT agree"
-            proof += f"; the digest in the log {agree} with the records"
+            proof += f"; the digest in the log {agree} with the recorded hashes"
         return [*lines, proof]
 
 
 def rows_of_step(
     run: RunFolder, spec: RunSpec, inputs: Inputs, step: int, progress: Progress = no_progress
 ) -> StepRows:
-    """Return the rows that a step trained on. Raises BadInput for a step that is not recorded, CorpusError for a corpus
-    that has changed, and RunLogError."""
+    """Return the rows that a step trained on. Raises BadInput if the step is not recorded, CorpusError if the corpus
+    has changed, and RunLogError if the log cannot be read."""
     trained, ranks, digest = _recorded(run, step)
     done, data = _logged(run, step)
     tokens = inputs.load_tokens(spec.data, progress)
@@ -121,8 +121,8 @@ def rows_of_step(
             "corpus",
             spec.data.corpus,
             f"the tokens that the run began with (sha256 {data.train_sha256[:12]})",
-            f"others ({tokens.train.sha256[:12]})",
-            hint="restore the files as they were",
+            f"different tokens (sha256 {tokens.train.sha256[:12]})",
+            hint="restore the original files",
         )
     prescribed = _prescribed_rows(spec, tokens.train, [rank for rank, _ in trained], ranks, step)
     row_ids = np.array(prescribed)
@@ -147,8 +147,8 @@ def rows_of_step(
 
 
 def _recorded(run: RunFolder, step: int) -> tuple[list[tuple[int, TrainedRow]], int, bytes]:
-    """Return the rows of a step with their ranks, how many ranks there are, and the running digest of the first rank
-    after it."""
+    """Return the recorded rows of a step with their ranks, the number of ranks, and the first rank's running digest
+    after the step."""
     rows, digest, last = [], NO_ROWS, 0
     first = _record_file(run, 0, step)
     ranks = read_ranks(first) if first.exists() else 0
@@ -165,13 +165,14 @@ def _recorded(run: RunFolder, step: int) -> tuple[list[tuple[int, TrainedRow]], 
             if number == step:
                 rows += [(rank, row) for row in part]
     if not rows:
-        present = f"those of steps up to {last:,}" if last else "none"
+        present = f"the rows of steps up to {last:,}" if last else "no rows"
         raise BadInput.expected("rows", run.path / "rows", f"the rows of step {step:,}", present)
     return rows, ranks, digest
 
 
 def _record_file(run: RunFolder, rank: int, step: int) -> Path:
-    """Return the file that holds the step: files of another number of ranks were renamed to RANK-until-STEP.bin."""
+    """Return the file with the rows of `step`. When the number of ranks changes, the file so far is renamed to
+    RANK-until-STEP.bin."""
     path = path_of(run, rank)
     earlier = [
         (int(file.stem.rpartition("-")[2]), file)
@@ -181,7 +182,7 @@ def _record_file(run: RunFolder, rank: int, step: int) -> Path:
 
 
 def _logged(run: RunFolder, step: int) -> tuple[StepDone | None, DataReady | None]:
-    """Return the newest record of a step, which a resume may have repeated, and of the data."""
+    """Return the newest events of the step and of the data; a resume may have repeated the step."""
     done, data = None, None
     for event in events_of(run.events):
         if isinstance(event, StepDone) and event.step == step:
@@ -194,7 +195,7 @@ def _logged(run: RunFolder, step: int) -> tuple[StepDone | None, DataReady | Non
 def _prescribed_rows(
     spec: RunSpec, stream: TokenStream, row_ranks: list[int], ranks: int, step: int
 ) -> list[int]:
-    """Return the prescribed row for each row that a step trained on; `row_ranks` are their ranks."""
+    """Return the prescribed row for each row that a step trained on; `row_ranks` has the rank of each row."""
     rows, passes = spec.train.rows, spec.train.accumulation
     batches = Batches(stream, seq_len=spec.data.seq_len, rows_per_batch=rows, seed=spec.train.seed)
     rows_by_rank: dict[int, Iterator[int]] = {}
@@ -206,7 +207,7 @@ def _prescribed_rows(
 
 
 class _RowFormatter:
-    """Describes training rows with the names of their documents, which it reads from the corpus."""
+    """Describes training rows, with the names of their documents from the corpus."""
 
     def __init__(
         self,
@@ -222,13 +223,13 @@ class _RowFormatter:
             data, lambda done: progress("reading the names of documents", done, None)
         )
         self._in_split = np.arange(len(stream.lengths))
-        """Index in the split of each document of the stream; PADDING for padding."""
+        """For each document of the stream, its index in the split; PADDING for padding."""
         if data.packing != STREAM:
             whole = inputs.load_tokens(replace(data, packing=STREAM), progress, corpus=corpus)
             placed = packed_lengths(whole.train.lengths, data.seq_len, data.packing)
             self._in_split = np.array([number for number, _ in placed])
         self._numbers = corpus.train.numbers
-        """Number in the index of the corpus of each document of the split."""
+        """For each document of the split, its number in the index of the corpus."""
         in_split = self._in_split[np.unique(self._batch(row_ids).documents_BT)]
         numbers = np.unique(self._numbers[in_split[in_split != PADDING]])
         self._names = {n: document.name for n, document in corpus.train.index.read(numbers)}
@@ -252,7 +253,7 @@ class _RowFormatter:
             in_split = int(self._in_split[number])
             if in_split != PADDING:
                 pieces.append(
-                    Piece(
+                    DocumentSpan(
                         document=self._names[int(self._numbers[in_split])],
                         begin=row * self._length + begin - int(self._stream.starts[number]),
                         tokens=count,

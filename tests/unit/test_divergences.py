@@ -165,9 +165,9 @@ GPU: dict[str, object] = dict(
         ("fused", {}, "fused", "one kernel"),
         ("eager", {}, "eager", "plain torch"),
         ("auto", {"divergence": "reverse_kl"}, "fused", "one kernel"),
-        ("auto", {"device": "cpu", "capability": None}, "eager", "needs a GPU; here is a CPU"),
-        ("auto", {"capability": (7, 5)}, "eager", "capability 8.0 or later; here is"),
-        ("auto", {"has_triton": False}, "eager", "needs triton; here is none installed"),
+        ("auto", {"device": "cpu", "capability": None}, "eager", "needs a GPU; found a CPU"),
+        ("auto", {"capability": (7, 5)}, "eager", "capability 8.0 or later; found"),
+        ("auto", {"has_triton": False}, "eager", "needs triton; found none installed"),
         ("auto", {"divergence": "jsd"}, "fused", "one kernel"),
     ],
 )
@@ -219,4 +219,4 @@ def test_a_row_that_is_added_is_trained_with_and_chosen_for(
     found, wanted = run(parts, "toy", 0.5), oracle(parts, "toy", 0.5)
     assert float(found.loss.detach()) == pytest.approx(float(wanted.loss.detach()), rel=1e-11)
     decision = choose_loss_kernel("auto", **(GPU | {"divergence": "toy"}))  # type: ignore[arg-type]
-    assert decision.choice == "eager" and "here is toy" in " ".join(decision.lines())
+    assert decision.choice == "eager" and "found toy" in " ".join(decision.lines())

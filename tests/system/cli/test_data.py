@@ -82,7 +82,7 @@ def test_conversations_are_counted_and_what_has_a_label_is_marked(
     assert "⟦" in words and "<|im_end|>⟧" in words
     # What a document says is never obeyed by the terminal.
     assert "\x1b" not in words and "same text \\x1b[2J" in words
-    assert "1 training documents repeat another one" in words
+    assert "1 training documents are copies of another one" in words
 
 
 def test_on_a_terminal_labels_stand_out_without_signs_of_ours(spec: Path) -> None:

@@ -51,8 +51,8 @@ def test_rows_of_a_step_are_shown_with_their_documents_and_what_has_a_label(
             assert tokenizer.decode(there.tolist()) in text
             assert piece["length"] == train.lengths[number]
     words = engine_here("data", whole, "--step", "3", "--samples", "1").stdout
-    assert "each row is the one that was due, by content" in words
-    assert words.count("was due,") == 5 and words.count("⟦") >= 1
+    assert "the content of each row is that of the prescribed row" in words
+    assert words.count(", as prescribed") == 4 and words.count("⟦") >= 1
 
 
 @pytest.mark.parametrize("packing", ["documents", "off"])
@@ -91,8 +91,8 @@ def test_a_row_out_of_turn_is_shown_as_what_it_is(whole: Path, tmp_path: Path) -
     path.write_bytes(path.read_bytes().replace(before, bytes(8)))
     done = engine_here("data", run.path, "--step", "2")
     assert done.returncode == 0, done.stderr
-    assert "its content differs from the recorded hash" in done.stdout
-    assert "1 of 4 rows are NOT those that were due" in done.stdout
+    assert "its content does not have the recorded hash" in done.stdout
+    assert "1 of 4 rows are NOT the prescribed rows" in done.stdout
     assert "does NOT agree" in done.stdout
     assert "NOT" not in engine_here("data", run.path, "--step", "1").stdout
 
@@ -100,7 +100,7 @@ def test_a_row_out_of_turn_is_shown_as_what_it_is(whole: Path, tmp_path: Path) -
 def test_what_is_not_on_record_is_refused_in_one_line(whole: Path, tmp_path: Path) -> None:
     run = whole
     for words, code, says in (
-        ((run, "--step", "21"), 65, "the rows of step 21, found those of steps up to 20"),
+        ((run, "--step", "21"), 65, "the rows of step 21, found the rows of steps up to 20"),
         ((run / "spec.toml", "--step", "2"), 64, "expected a run folder"),
         ((run, "--step", "0"), 64, "--step"),
         (

@@ -23,7 +23,7 @@ def test_the_threads_are_those_of_the_spec_and_nothing_is_left_on() -> None:
     try:
         for threads in (2, 1):
             asked = dataclasses.replace(spec.compute, threads=threads)
-            set_up_device(dataclasses.replace(spec, compute=asked), to_events.nowhere)
+            set_up_device(dataclasses.replace(spec, compute=asked), to_events.discard)
             assert torch.get_num_threads() == threads
             assert not torch.is_anomaly_enabled() and not torch.is_autocast_enabled("cpu")
             assert torch.get_default_dtype() is torch.float32

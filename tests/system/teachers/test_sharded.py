@@ -137,7 +137,7 @@ def test_auto_shares_only_what_does_not_fit_whole_and_says_the_arithmetic() -> N
 
     assert chosen(whole).choice == "off" and chosen(None).choice == "off"
     short = chosen(whole - 1)
-    assert short.choice == "on" and "shared by 4 GPUs" in short.reason
+    assert short.choice == "on" and "sharded over 4 GPUs" in short.reason
     assert short.rejected[0][0] == "off" and short.override == "--set teacher.shard=off"
     neither = chosen(shared - 1)
     assert neither.choice == "off" and "does not fit either" in neither.reason

@@ -54,7 +54,7 @@ GPU: dict[str, Any] = dict(
     [
         ({"device": "cpu"}, "CPU"),
         ({"ranks": 2}, "several GPUs"),
-        ({"accumulation": 2}, "accumulates"),
+        ({"accumulation": 2}, "cannot accumulate"),
         ({"packed": False}, "packed"),
         (
             {"config": config(family="gemma3_text", layers_without_window=(1,), sliding_window=5)},
@@ -73,7 +73,7 @@ def test_layers_are_not_captured_where_they_cannot_be(changes: dict[str, Any], w
 
 def test_layers_are_captured_where_that_is_asked_for() -> None:
     left = choose_graphs("auto", **GPU)
-    assert left.choice == "off" and "3.0 GiB in the place of 1.0 GiB" in left.reason
+    assert left.choice == "off" and "3.0 GiB instead of 1.0 GiB" in left.reason
     assert choose_graphs("off", **GPU).choice == "off"
     decision = choose_graphs("on", **GPU)
     assert decision.choice == "on" and decision.overridden
@@ -84,7 +84,7 @@ def test_layers_with_adapters_are_captured_where_the_host_is_slower_than_the_gpu
 ):
     adapted = GPU | {"adapted": True}
     found = choose_graphs("auto", **adapted)
-    assert found.choice == "on" and "does not wait for the host" in found.reason
+    assert found.choice == "on" and "does not wait until the host" in found.reason
     for changes in ({"tokens": 8192}, {"available_bytes": 2 << 30}, {"available_bytes": None}):
         assert choose_graphs("auto", **adapted | changes).choice == "off"
     assert choose_graphs("off", **adapted).choice == "off"
