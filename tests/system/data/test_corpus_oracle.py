@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.data import chat, conversations, corpus, sources
+from engine.data import chat_labels, conversations, corpus, sources
 from engine.data.batches import Batches, gather_rows, labelled_rows
 from engine.data.chat_template import Unrenderable
 from engine.data.corpus import Document
@@ -121,20 +121,22 @@ def first_part_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def label_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = np.searchsorted
     monkeypatch.setattr(
-        chat, "np", SimpleNamespace(**vars(np) | {"searchsorted": partial(exact, side="right")})
+        chat_labels,
+        "np",
+        SimpleNamespace(**vars(np) | {"searchsorted": partial(exact, side="right")}),
     )
 
 
 def labels_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = chat._label
+    exact = chat_labels._label
 
     def all_behind(*arguments: Any) -> Any:
         found = exact(*arguments)
-        if isinstance(found, chat.Chat):
+        if isinstance(found, chat_labels.Chat):
             found.labelled[int(found.labelled.argmax()) :] = True
         return found
 
-    monkeypatch.setattr(chat, "_label", all_behind)
+    monkeypatch.setattr(chat_labels, "_label", all_behind)
 
 
 def system_prompts_lost(monkeypatch: pytest.MonkeyPatch) -> None:
