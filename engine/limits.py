@@ -89,8 +89,8 @@ TENSORS = Limit(what="tensors of a weight file", most=65_536, unit="tensors")
 APR_METADATA = Limit(what="the metadata of an .apr file", most=16 * MIB, unit="bytes")
 TOKENIZER_FILE = Limit(what="a tokenizer.json, alone or in a model", most=128 * MIB, unit="bytes")
 UNCUT_TEXT = Limit(
-    what="a run of letters, digits, spaces or signs without a place at which a tokenizer may cut it; for a tokenizer "
-    "of other parts than those of GPT-2, Qwen2, Qwen3 and Llama 3, a document",
+    what="a run of letters, digits, spaces or punctuation without a position at which it can be cut for the tokenizer; "
+    "if the tokenizer has components that those of GPT-2, Qwen2, Qwen3 and Llama 3 lack, a whole document",
     most=MIB,
     unit="bytes",
 )

@@ -1,10 +1,10 @@
-"""Open a folder of an adapter as the peft library saves it: low-rank matrices to add to a base model.
+"""Open an adapter's folder as the peft library saves it: low-rank matrices to add to a base model.
 
     adapter_config.json           path of the base, rank, scaling factor
     adapter_model.safetensors     A and B of each adapted matrix
 
-An opened adapter has the configuration and tensor names of its base, and its own folder and tokenizer. Its tensors
-cannot be read one by one: `engine.models.load.load_decoder` merges them into the base.
+An opened adapter has the configuration and the tensor names of its base, but its own folder and tokenizer. Its tensors
+cannot be read one by one: `engine.models.load.load_decoder` loads the base and merges the adapter into it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class AdapterFolder(WeightFile):
         self._files = base._files
 
     def get(self, name: str) -> Tensor:
-        """Raise WeightsError: the tensors of the base are not the weights of the adapted model."""
+        """Raise WeightsError, because the tensors of the base are not the weights of the adapted model."""
         self._refuse()
 
     def read(self, info: TensorInfo, dtype: torch.dtype) -> Tensor:
@@ -101,5 +101,5 @@ def base_of(folder: Path, about: Mapping[str, Any]) -> Path:
         folder / ADAPTER_CONFIG,
         "the path of the base in base_model_name_or_path",
         repr(name),
-        hint="put the base there, or change the path",
+        hint="copy the base to that path, or change the path",
     )

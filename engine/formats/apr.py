@@ -29,9 +29,9 @@ Tensors whose names begin with `__training__.` are optimizer state: they are che
 Everything is little-endian. Sections and tensors start at multiples of 64 bytes, with zeros
 between. Some writers omit the footer's CRC.
 
-    AP02  another kind of file     AP05  unknown dtype                AP09  metadata
-    AP03  another version          AP08  cut short, or sections and   AP10  index
-    AP04  a CRC is wrong                 tensors that do not fit it   AP11  flag not supported
+    AP02  not an .apr file         AP05  unknown dtype                AP09  metadata
+    AP03  unsupported version      AP08  truncated, or sections and   AP10  index
+    AP04  a CRC is wrong                 tensors beyond its end       AP11  flag not supported
 
 AP09 comes from the metadata (`engine.formats.apr_metadata`).
 
@@ -39,8 +39,8 @@ AP09 comes from the metadata (`engine.formats.apr_metadata`).
 
     u16 bytes of name | name | u8 dtype | u8 dims | u64 each dim | u64 offset | u64 size
 
-Entries are sorted by the bytes of their names, which are unique. Offsets count from the start of
-the data and are multiples of 64; sizes are exact. Shapes are row-major, (out, in), as in torch.
+Entries are sorted by the bytes of their names, which are unique. Offsets are relative to the start of
+the data and multiples of 64; sizes are exact. Shapes are row-major, (out, in), as in torch.
 
 The dtype ids are GGML's if both formats have the type. Other ids differ: 3, 6 and 7 are F64, I8 and
 U8 here and Q4_1, Q5_0 and Q5_1 in GGML. Blocks that only this format has (ids 8, 9, 128 and 129) are
@@ -104,7 +104,7 @@ _HEAD = struct.Struct("<H")
 _MIDDLE = struct.Struct("<BB")
 _TAIL = struct.Struct("<QQ")
 _ENTRY_LIMIT_BYTES = _HEAD.size + _NAME_LIMIT_BYTES + _MIDDLE.size + 8 * 8 + _TAIL.size
-"""Size of an index entry with a long name and eight dimensions."""
+"""Size in bytes of an index entry with a long name and eight dimensions."""
 
 PLAIN = ("F32", "F16", "BF16", "F64", "I32", "I64", "I8", "U8")
 """Dtypes stored as plain values, without blocks."""
@@ -157,7 +157,7 @@ class AprFile(WeightFile):
         self._verified = False
 
     def get(self, name: str) -> Tensor | QuantTensor:
-        """Return the tensor on the CPU, in its own memory. Raises `WeightsError`."""
+        """Return the tensor on the CPU, in memory that nothing else uses. Raises `WeightsError`."""
         import torch
 
         info = self.tensors.get(name)
@@ -322,7 +322,7 @@ def read_index(path: Path, header: AprHeader, raw: bytes) -> dict[str, TensorInf
 
 
 def index_limit_bytes(header: AprHeader) -> int:
-    """Return how much to read for the index: its section, but no more than its entries can fill."""
+    """Return the number of bytes to read for the index: its section, but at most what its entries can fill."""
     return min(header.data_start - header.index_start, header.tensor_count * _ENTRY_LIMIT_BYTES)
 
 

@@ -27,12 +27,12 @@ The canonical keys cannot express a whole config.json. So files written here con
     tokenizer.token_type    a number for each id         tokenizer.pre_type    the pre-tokenizer
     tokenizer.bos_token_id, tokenizer.eos_token_id       tokenizer.vocab_size
 
-The tables cannot express everything (a normalizer, added tokens that strip spaces). So a file written here has
-the `tokenizer.json` itself, byte for byte, under one more key. It is deflated, because its text would come close to the
-metadata limit of 16 MiB. The file also has the tables for other readers, if GGUF can represent the tokenizer. For
-a file of another writer a `tokenizer.json` is built from the tables, if they contain everything
-that token ids depend on: which tokens are special, and the pre-tokenizer. Otherwise there is no tokenizer, and a
-warning gives the reason: nearly correct ids are worse than none.
+The tables cannot express everything (a normalizer, added tokens that strip spaces). So a file written here also has
+the `tokenizer.json` itself, byte for byte, under a key of its own. It is compressed with deflate, because without
+compression it would come close to the metadata limit of 16 MiB. The file has the tables too, for other readers, if GGUF
+can represent the tokenizer. From a file of another writer a `tokenizer.json` is built from the tables, if they contain
+everything that token ids depend on: which tokens are special, and the pre-tokenizer. If they do not, the file has no
+tokenizer here, and a warning gives the reason: nearly correct ids are worse than none.
 
 This module does not import torch.
 """

@@ -5,8 +5,8 @@ opened. Each part states its number (`split.no`, from 0) and the number of parts
 tensors; configuration and tokenizer are in the first. A part that is missing, or whose number does
 not match its name, is refused by name (GG19).
 
-`get` returns float types as torch tensors and block types as `QuantTensor`, in their own memory. A
-file that is truncated, replaced or modified after its header was read is refused (GG16).
+`get` returns float types as torch tensors and block types as `QuantTensor`, as copies of the file's
+bytes. A file that is truncated, replaced or modified after its header was read is refused (GG16).
 
 **The header** is read and checked before anything relies on it:
 
@@ -27,15 +27,15 @@ Every length is compared with the bytes that are left, as `length <= size - at`,
 advances or anything is allocated. Each possible error has a code:
 
     GG01 not a GGUF file        GG07 string longer than file    GG13 dimension of zero
-    GG02 header cut short       GG08 array: length, type        GG14 tensor name
-    GG03 version, byte order    GG09 array in an array          GG15 rows of no whole blocks
-    GG05 counts                 GG10 unknown type               GG16 place of a tensor's data
+    GG02 truncated header       GG08 array: length, type        GG14 tensor name
+    GG03 version, byte order    GG09 array in an array          GG15 rows that blocks do not fill
+    GG05 counts                 GG10 unknown type               GG16 offset of a tensor's data
                                 GG11 alignment                  GG17 architecture  (gguf_metadata)
     GG06 key                    GG12 number of dimensions       GG18 vocabulary    (gguf_metadata)
     GG19 parts of a split file
 
-A file with 152 thousand tokens opens in a fraction of a second because arrays stay bytes until they
-are used. Not covered: values of tensors.
+A file with 152 thousand tokens opens in a fraction of a second, because arrays are decoded only when
+they are used. The values of tensors are not checked here.
 
 An entry of the tensor table:
 
@@ -108,7 +108,7 @@ class GgufFile(WeightFile):
     format = "gguf"
     convention = "gguf"
     metadata: GgufMetadata
-    """Every key/value pair of the (first) file; the chat template is under
+    """Key/value pairs of the file, or of the first part of a split model; the chat template is under
     `tokenizer.chat_template`.
     """
 
@@ -210,7 +210,7 @@ def _split_number(header: GgufHeader, key: str, absent: int | None) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufHeader:
-    """A checked header: the data of every tensor is inside the file."""
+    """A checked header, whose tensors are all inside the file."""
 
     path: Path
     metadata: GgufMetadata

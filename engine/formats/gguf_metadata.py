@@ -73,7 +73,7 @@ TOKEN_TYPES = "tokenizer.ggml.token_type"
 SCORES = "tokenizer.ggml.scores"
 MERGES = "tokenizer.ggml.merges"
 ENDS = ("eos", "eot", "eom")
-"""Roles of tokens that end a text; the first is the model's default stop token."""
+"""Roles of tokens that end a document; the first is the model's default stop token."""
 
 _ELEMENTS = {
     TOKENS: ValueType.STRING,
@@ -89,7 +89,7 @@ class TokenType(IntEnum):
     CONTROL = 3
     """Special: `<|im_start|>`."""
     USER_DEFINED = 4
-    """Matched in text before it is split, but not special."""
+    """An added token that is not special: matched in text before it is split into pre-tokens."""
     UNUSED = 5
     """Fills a row of the embedding that belongs to no token: `[PAD151937]`."""
     BYTE = 6
@@ -148,8 +148,8 @@ def read_config(metadata: GgufMetadata, tensors: Mapping[str, TensorInfo]) -> di
 def config_metadata(config: Mapping[str, Any], where: object) -> dict[str, GgufValue]:
     """Return the metadata for a `config.json`; `where` names it in errors.
 
-    The type of each number is checked. Whether the numbers fit together is not, because they come from a model
-    that runs.
+    The type of each number is checked, but not whether the numbers fit together, because they come from a model that
+    was opened.
     """
     arch = config.get("model_type")
     family = FAMILIES.get(arch) if isinstance(arch, str) else None
@@ -219,15 +219,15 @@ def config_metadata(config: Mapping[str, Any], where: object) -> dict[str, GgufV
 
 
 def _query_scalar(family: Family, config: Mapping[str, Any]) -> Any:
-    """Return the number whose square root readers of a GGUF file divide attention scores by."""
+    """Return the number by whose square root readers of a GGUF file divide attention scores."""
     if config["num_hidden_layers"] == family.gguf_wide_layers:
         return config["hidden_size"] // config["num_attention_heads"]
     return config["head_dim"]
 
 
 def _check_windows(family: Family, step: int, config: Mapping[str, Any], where: object) -> None:
-    """Refuse settings for which GGUF has no key and that other readers of this architecture assume to be different:
-    they would compute something else."""
+    """Refuse settings for which GGUF has no key, if other readers of this architecture assume a different value: they
+    would compute something else."""
     types = config.get("layer_types") or []
     expected = [
         "sliding_attention" if number % step else "full_attention"

@@ -22,8 +22,8 @@ A row of the embedding without a token is written as the token `[PAD<id>]` of ty
 `tokenizer.json` is built. Every other token is in `model.vocab`, including added tokens: otherwise the library would
 renumber them.
 
-For a file with another kind of tokenizer there is no `tokenizer.json`, but a warning: nearly
-correct ids are worse than none.
+From a file with another kind of tokenizer no `tokenizer.json` is built, and a warning gives the reason:
+nearly correct ids are worse than none.
 
 When a tokenizer is written (`tokenizer_metadata`), everything that GGUF cannot express is refused
 with a `TokenizerError`, because the file would give other ids: a pre-tokenizer without a name, a
@@ -108,12 +108,12 @@ def tokenizer_json(
             raise WeightsError.expected(what, f"{path}, token {number}", "a text of its own", found)
         vocab[text] = number
         if kind in (TokenType.CONTROL, TokenType.USER_DEFINED):
-            # Matched in text before it is split.
+            # Added tokens are matched before the text is split into pre-tokens.
             is_special = kind == TokenType.CONTROL
             added.append({"id": number, "content": text, **flags, "special": is_special})
     pairs = []
     for number, text in enumerate(merges):
-        # In files of other writers the left side may begin with a space, so never split there.
+        # In files of other writers the left token may begin with a space, so the first character is no separator.
         cut = text.find(" ", 1)
         left, right = text[:cut], text[cut + 1 :]
         if cut < 0 or left not in vocab or right not in vocab or left + right not in vocab:
@@ -245,7 +245,7 @@ def tokenizer_metadata(raw: bytes, rows: int, where: object) -> dict[str, GgufVa
 
 
 def _parse(raw: bytes, where: object) -> dict[str, Any]:
-    """Return the tokenizer as the library serialises it: in this form each setting has only one spelling."""
+    """Return the tokenizer in the form in which the library serialises it, which spells each setting in one way."""
     try:
         inner = make_inner(raw, Path(str(where)))
     except TokenizerError as error:
@@ -273,7 +273,7 @@ def _pre_tokenizer_name(record: dict[str, Any], where: object) -> tuple[str, str
     if not named:
         known = ", ".join(PRE_TOKENIZERS)
         _refuse_tokenizer(
-            where, f"text cut as one of {known} cuts it", f"the expressions {splits!r:.200}"
+            where, f"text split as by one of {known} cuts it", f"the expressions {splits!r:.200}"
         )
     ignore_merges = record["model"].get("ignore_merges", False)
     if ignore_merges != PRE_TOKENIZERS[named[0]].ignore_merges:
@@ -302,7 +302,9 @@ def _splits(cutter: dict[str, Any] | None, where: object) -> tuple[str, ...]:
             False,
         )
         if not is_isolating or "Regex" not in step["pattern"]:
-            _refuse_tokenizer(where, "text cut by isolating a regular expression", f"{step!r:.200}")
+            _refuse_tokenizer(
+                where, "a Split pre-tokenizer that isolates a regular expression", f"{step!r:.200}"
+            )
         expressions.append(step["pattern"]["Regex"])
     if steps[-1]["use_regex"]:
         expressions.extend(PRE_TOKENIZERS["gpt-2"].splits)
@@ -321,7 +323,7 @@ def _token_type(added: dict[str, Any] | None, where: object) -> TokenType:
 
 
 def _added_around(post: dict[str, Any] | None, where: object) -> tuple[str | None, str | None]:
-    """Return the tokens that are put before and after each text."""
+    """Return the tokens that are added before and after each document."""
     steps = [] if post is None else post.get("processors", [post])
     # ByteLevel changes offsets but not ids.
     steps = [step for step in steps if step["type"] != "ByteLevel"]
@@ -333,7 +335,9 @@ def _added_around(post: dict[str, Any] | None, where: object) -> tuple[str | Non
     parts = steps[0]["single"]
     sequence = [number for number, part in enumerate(parts) if "Sequence" in part]
     if len(sequence) != 1 or sequence[0] > 1 or len(parts) - sequence[0] > 2:
-        _refuse_tokenizer(where, "at most one token before and after a text", f"{parts!r:.200}")
+        _refuse_tokenizer(
+            where, "at most one token before and one after a document", f"{parts!r:.200}"
+        )
     before, after = parts[: sequence[0]], parts[sequence[0] + 1 :]
     return _single(steps[0], before, where), _single(steps[0], after, where)
 
@@ -343,7 +347,9 @@ def _single(template: dict[str, Any], parts: list[dict[str, Any]], where: object
         return None
     tokens = template["special_tokens"][parts[0]["SpecialToken"]["id"]]["tokens"]
     if len(tokens) != 1:
-        _refuse_tokenizer(where, "one token for each place of the template", f"{tokens!r:.80}")
+        _refuse_tokenizer(
+            where, "one token for each special token of the template", f"{tokens!r:.80}"
+        )
     return str(tokens[0])
 
 

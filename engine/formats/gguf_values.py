@@ -59,7 +59,7 @@ NUMBER_FORMATS: dict[ValueType, str] = {
 """The `struct` format of each fixed-width type; all little-endian."""
 
 LARGEST_REAL = 1e38
-"""Bound of the numbers that may be written: below it a number stays in the fp32 range when it is rounded up."""
+"""Exclusive limit of numbers that may be written: smaller numbers do not round to infinity in fp32."""
 
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
@@ -76,7 +76,7 @@ class Entry:
     """Number of elements of an array; 1 for other values."""
     key_at: int
     start: int
-    """First byte of the text, the number or the first element."""
+    """Position in the file of the string's first byte, the number, or the array's first element."""
     end: int
 
 
@@ -90,7 +90,7 @@ class GgufValue(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Cursor:
-    """A position in the bytes of a file that never goes beyond their end."""
+    """A reading position in the bytes of a file, which refuses to move beyond their end."""
 
     data: bytes | mmap.mmap
     size: int
@@ -223,7 +223,7 @@ def _skip_elements(cursor: Cursor, key: str, element: ValueType, count: int) -> 
             f"a length of {count:,}",
             CUT_SHORT,
         )
-    # The one loop over every token and merge, so it makes no other calls.
+    # This loop runs over every token and merge, so it calls nothing but `unpack`.
     data, size, position, unpack = cursor.data, cursor.size, start, _U64.unpack_from
     for index in range(count):
         length = unpack(data, position)[0] if size - position >= 8 else size

@@ -84,8 +84,8 @@ def _metadata(
     if tokenizer_json is not None:
         for key, value in tokenizer_metadata(tokenizer_json, config["vocab_size"], path).items():
             if values.setdefault(key, value) != value:
-                # bos or eos: GGUF has one id for both the model's token and the token that the
-                # tokenizer adds to a document.
+                # GGUF has one id of bos (or eos), both for the model and for the token that the tokenizer adds
+                # to a document.
                 expected = f"{value.value}, as in the tokenizer's template"
                 refuse_key(path, key, expected, str(values[key].value))
     for key, value in extra.items():

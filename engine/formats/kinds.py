@@ -7,11 +7,11 @@
     pickle          PROTO (0x80) and a version from 2 to 5, or the text opcodes of version 0
     zip             "PK\\3\\4", as torch.save writes around a pickle
     JSON            "{": the index of a sharded model, or a config given by mistake
-    Git-LFS, HTML   the result of a download that did not fetch the file itself
+    Git-LFS, HTML   a pointer or an error page that was downloaded instead of the file
 
-A safetensors header is looked for first: its length is a number, whose bytes may match any other
-magic (0x0280, 0x7b). A file that is not a weight file is refused with its kind and a hint. A pickle
-is a program: it is recognised and refused, never opened.
+Safetensors is tested first: its header begins with a length, whose bytes may equal the magic number of
+another format (0x0280, 0x7b). A file that is not a weight file is refused with its kind and a hint. A
+pickle is a program: it is recognised and refused, never opened.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def open_weights(path: str | Path) -> WeightFile:
         else:
             weights = _open_file(path)
     except OSError as error:
-        # A disk error while reading. Files that cannot be opened were already refused.
+        # A disk error while reading: a file that cannot be opened has already been refused with another error.
         refuse(path, "a readable file", error.strerror or str(error))
     return weights
 

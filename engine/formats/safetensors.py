@@ -16,9 +16,9 @@ The `safetensors` library checks this layout too. But its reader maps the file, 
 truncated while it is read kills the process, its messages name neither tensor nor byte, and it has no
 parser for a header alone. Here a file is refused with a code and what is wrong:
 
-    ST02  another kind of file: a failed download, a pickle    ST10  tensors that do not fill the file
-    ST05  a header that is no JSON object                      ST12  a dtype that torch does not have
-    ST08  cut short                                            ST13  shards that do not fit the index
+    ST02  not safetensors: a failed download, a pickle         ST10  tensors that do not fill the file
+    ST05  a header that is not a JSON object                   ST12  a dtype that torch does not have
+    ST08  truncated                                            ST13  shards that do not match the index
 
 Importing this module does not import torch; `get`, `write_safetensors` and `tensors_sha256` do. Not
 covered: values (`engine.models.load` refuses NaN and infinity).
@@ -94,7 +94,7 @@ class SafetensorsFolder(WeightFile):
     def __init__(
         self, path: Path, headers: list[Header], tensors: Mapping[str, TensorInfo] | None = None
     ) -> None:
-        """Hold the tensors of `headers`, or those of them in `tensors`."""
+        """Open the tensors in `tensors`, by default all tensors of `headers`."""
         self.path = path
         metadata: dict[str, str] = {}
         found: dict[str, TensorInfo] = {}
@@ -164,7 +164,7 @@ def open_index(path: Path) -> SafetensorsFolder:
     for name, shard in weight_map.items():
         if name not in headers[shard].tensors:
             expected = f"tensor {json.dumps(name)} in {shard}"
-            refuse(path, expected, "none of this name", code="ST13")
+            refuse(path, expected, "no tensor of this name", code="ST13")
     tensors = {name: headers[shard].tensors[name] for name, shard in weight_map.items()}
     return SafetensorsFolder(path, [*headers.values()], tensors)
 
@@ -244,7 +244,7 @@ def tensors_sha256(tensors: Mapping[str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name]
-        # As JSON, so that no name can imitate another tensor's dtype or shape.
+        # As JSON, so that no name can be mistaken for another tensor's dtype or shape.
         digest.update(
             json.dumps([name, dtype_code(tensor.dtype), list(tensor.shape)]).encode() + b"\n"
         )

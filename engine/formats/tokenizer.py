@@ -1,4 +1,4 @@
-"""Opens a tokenizer.json for training: text to ids and back, and a check that it fits a model.
+"""Open a tokenizer.json for training: documents to ids and back, and a check that it fits a model.
 
 The tokenizing itself is done by the `tokenizers` library. This module adds:
 
@@ -6,18 +6,18 @@ The tokenizing itself is done by the `tokenizers` library. This module adds:
   refused with its kind;
 - truncation, padding and BPE dropout stored in the file are switched off: with them a document
   would silently lose its end, gain pad tokens, or get different ids each time;
-- an added token to which the library would silently give another id than the file does is refused;
+- a file is refused if the library would silently give one of its added tokens a different id;
 - `vocab_size` is the highest id + 1, added tokens included, because that must fit the rows of an
   embedding. The number of tokens is smaller if ids have gaps, and the `vocab_size` of a model's
   config is larger if its embedding is padded.
 
-A special token that is spelt out in the text (`<|im_start|>`) becomes that token, as in all other
-tools for these models: rendered chats depend on it. No special token is added around a text.
+A special token that is spelt out in a document (`<|im_start|>`) becomes that token, as in all other
+tools for these models: rendered chats depend on it. No special token is added before or after a document.
 
-**A long document goes through the library in pieces**, because the library holds about 320 bytes for
-each pre-token of the text that it processes at once. A piece ends only where it is proved that the tokens of the
-pieces are those of the whole: see `_Cuts`. A document with more than `limits.UNCUT_TEXT` between two such places
-is refused.
+**A long document is encoded in chunks**, because the library holds about 320 bytes for each pre-token of
+the text that it processes at once. A document is cut only at positions at which the tokens of the chunks are
+provably those of the whole document: see `_Cuts`. A document with more than `limits.UNCUT_TEXT` between two
+such positions is refused.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ if TYPE_CHECKING:
 
 FILE_NAME = "tokenizer.json"
 END_OF_TEXT_NAMES = ("<|endoftext|>", "<|im_end|>", "</s>")
-"""Searched in this order: in a chat model the first ends a document, the second only a turn."""
+"""Names of the end-of-text token, by priority: in a chat model the first ends a document, the second only a turn."""
 
-# The library needs up to 320 bytes per character while it holds a batch, so this limits it to 80 MiB.
-# It divides a batch over its threads piece by piece.
+# The library needs up to 320 bytes per character of a batch, so a batch of this size needs at most 80 MiB.
 _BATCH_CHARACTERS = 1 << 18
-_PIECE_CHARACTERS = 1 << 15
+# Chunks are much smaller than a batch, because the library distributes the chunks of a batch over its threads.
+_CHUNK_CHARACTERS = 1 << 15
 _OTHER_FORMATS = ("merges.txt", "tokenizer.model", "vocab.json", "vocab.txt")
 _LIBRARY_PREFIX = "Cannot instantiate Tokenizer from buffer: "
 
@@ -63,18 +63,18 @@ class PreTokenizer:
     ignore_merges: bool = False
     """Whether a pre-token that is in the vocabulary becomes that token without merges."""
     add_bos: bool = False
-    """The default if the file does not say."""
+    """Whether a beginning-of-text token is added, if the GGUF file does not say."""
 
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
-_WORDS = (
+_WORDS_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
-    "qwen2": PreTokenizer(splits=(_WORDS.replace("DIGITS", ""),), normalizer="NFC"),
+    "qwen2": PreTokenizer(splits=(_WORDS_PATTERN.replace("DIGITS", ""),), normalizer="NFC"),
     "llama-bpe": PreTokenizer(
-        splits=(_WORDS.replace("DIGITS", "{1,3}"),), ignore_merges=True, add_bos=True
+        splits=(_WORDS_PATTERN.replace("DIGITS", "{1,3}"),), ignore_merges=True, add_bos=True
     ),
     "gpt-2": PreTokenizer(splits=(_GPT2 + r"|\s+",)),
     # For a GGUF file that names no pre-tokenizer.
@@ -99,18 +99,18 @@ class Tokenizer:
         self._inner = inner
         self.path = path
         self.raw = raw
-        """The tokenizer.json itself."""
+        """Content of the tokenizer.json."""
         self.sha256 = sha256
         """SHA-256 of the bytes of the file."""
         self._end_of_text = end_of_text
         self._cuts = _cuts_of(inner)
         ids = inner.get_vocab(with_added_tokens=True).values()
         self.vocab_size = max(ids, default=-1) + 1
-        """The highest id + 1, added tokens included."""
+        """Highest id + 1, added tokens included."""
 
     @property
     def end_of_text_id(self) -> int:
-        """The id that ends a document. Raises TokenizerError if there is none."""
+        """Id of the token that ends a document. Raises TokenizerError if there is none."""
         if self._end_of_text is not None:
             token = self._inner.token_to_id(self._end_of_text)
             expected = f"the token {self._end_of_text!r}"
@@ -130,38 +130,38 @@ class Tokenizer:
 
     @property
     def padding_id(self) -> int:
-        """An id to fill rows with; nothing reads it."""
+        """Id that fills the padding of rows, which no computation uses."""
         try:
             return self.end_of_text_id
         except TokenizerError:
             return 0
 
     def encode_documents(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """Return the ids of each text, in order.
+        """Return the ids of each document, in order.
 
-        Raises TextTooLong for a text that cannot be cut and is too long to be taken whole.
+        Raises TextTooLong if a document has no cut position within the maximum length.
         """
         import numpy as np
 
-        # An array grows in place: a list of the pieces' ids, joined at the end, would hold them twice.
+        # An array grows in place; joining lists of the chunks' ids at the end would hold all ids twice.
         encoded = [array("I") for _ in texts]
-        for batch in _batches(self._pieces(texts)):
-            pieces = [piece for _, piece in batch]
+        for batch in _batches(self._chunks(texts)):
+            chunks = [chunk for _, chunk in batch]
             with _panic_is_bad_input(self.path):
-                encodings = self._inner.encode_batch_fast(pieces, add_special_tokens=False)
+                encodings = self._inner.encode_batch_fast(chunks, add_special_tokens=False)
             for (text, _), encoding in zip(batch, encodings, strict=True):
                 encoded[text].extend(encoding.ids)
         return [np.frombuffer(ids, dtype=np.uint32) for ids in encoded]
 
     def encode_whole(self, text: str) -> NDArray[np.uint32]:
-        """Return the ids of one text, encoded without cutting it; `encode_documents` gives the same."""
+        """Return the ids of one document, encoded without cutting it; `encode_documents` gives the same ids."""
         import numpy as np
 
         with _panic_is_bad_input(self.path):
             return np.array(self._inner.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
 
     def encode_each(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of texts that are short enough to be encoded without cutting."""
+        """Return the ids of strings that are short enough to be encoded without cutting."""
         with _panic_is_bad_input(self.path):
             encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
@@ -169,34 +169,34 @@ class Tokenizer:
     def encode_with_starts(
         self, texts: Sequence[str]
     ) -> list[tuple[NDArray[np.uint32], NDArray[np.int64]]]:
-        """Return for each text its ids, and the character of the text at which each token begins.
+        """Return for each document its ids, and the index of the character at which each token begins.
 
         The ids are those of `encode_documents`, and both arrays have the same length. If the bytes of
-        a character are split over several tokens, all of them begin at that character. The white space
-        that a token begins with belongs to it, also where the file has `trim_offsets`. Raises TextTooLong
-        for a text that is too long to be encoded whole, and TokenizerError where tokens do not begin in
-        the order of the text.
+        a character are split over several tokens, all of them begin at that character. White space at
+        the beginning of a token belongs to the token, even if the file has `trim_offsets`. Raises
+        TextTooLong as `encode_documents` does, and TokenizerError if the tokens are not in the order of
+        the document.
         """
         import numpy as np
 
         encoded: list[list[tuple[NDArray[np.uint32], NDArray[np.int64]]]] = [[] for _ in texts]
         reached = [0] * len(texts)
-        for batch in _batches(self._pieces(texts)):
-            pieces = [piece for _, piece in batch]
+        for batch in _batches(self._chunks(texts)):
+            chunks = [chunk for _, chunk in batch]
             with _panic_is_bad_input(self.path):
-                encodings = self._untrimmed.encode_batch(pieces, add_special_tokens=False)
-            for (text, piece), encoding in zip(batch, encodings, strict=True):
+                encodings = self._untrimmed.encode_batch(chunks, add_special_tokens=False)
+            for (text, chunk), encoding in zip(batch, encodings, strict=True):
                 ids = np.array(encoding.ids, dtype=np.uint32)
                 starts = np.array([start for start, _ in encoding.offsets], dtype=np.int64)
                 if np.any(np.diff(starts, prepend=0) < 0):
                     raise TokenizerError.expected(
                         "tokenizer",
                         self.path,
-                        "tokens in the order of the text",
-                        f"{piece[:40]!a} with tokens at {starts[:10].tolist()}",
+                        "tokens in the order of the document",
+                        f"{chunk[:40]!a} with tokens at {starts[:10].tolist()}",
                     )
                 encoded[text].append((ids, starts + reached[text]))
-                reached[text] += len(piece)
+                reached[text] += len(chunk)
         return [
             (np.concatenate([ids for ids, _ in parts]), np.concatenate([at for _, at in parts]))
             for parts in encoded
@@ -204,12 +204,12 @@ class Tokenizer:
 
     @functools.cached_property
     def _untrimmed(self) -> tokenizers.Tokenizer:
-        """The tokenizer without its post-processor, which may leave white space out of the offsets. It
-        adds nothing around a text that is encoded without special tokens, so the ids are the same.
+        """Tokenizer without its post-processor, which may trim white space off the offsets. The ids are the
+        same, because without special tokens a post-processor adds none.
         """
         from tokenizers import Tokenizer as Inner
 
-        # From the file and not from `to_str()`, which the library cannot read back if two tokens have the same id.
+        # Built from the file, because the library cannot read its own `to_str()` if two tokens have the same id.
         inner = Inner.from_buffer(self.raw)
         _without_options(inner)
         inner.post_processor = None
@@ -217,7 +217,7 @@ class Tokenizer:
 
     @functools.cached_property
     def special_tokens(self) -> frozenset[str]:
-        """The texts of all special tokens."""
+        """Strings of all special tokens."""
         added = self._inner.get_added_tokens_decoder().values()
         return frozenset(token.content for token in added if token.special)
 
@@ -226,40 +226,40 @@ class Tokenizer:
         return self._inner.token_to_id(token)
 
     def check_length(self, text: str) -> None:
-        """Raise TextTooLong for a text that `encode_documents` refuses."""
-        for _ in self._pieces([text]):
+        """Raise TextTooLong if `encode_documents` would."""
+        for _ in self._chunks([text]):
             pass
 
-    def _pieces(self, texts: Sequence[str]) -> Iterator[tuple[int, str]]:
-        """Yield each text in pieces, with its index."""
+    def _chunks(self, texts: Sequence[str]) -> Iterator[tuple[int, str]]:
+        """Yield the chunks of each document, with the document's index."""
         for index, text in enumerate(texts):
             start = 0
-            while len(text) - start > 2 * _PIECE_CHARACTERS:
-                least, most = start + _PIECE_CHARACTERS, start + limits.UNCUT_TEXT.most
+            while len(text) - start > 2 * _CHUNK_CHARACTERS:
+                least, most = start + _CHUNK_CHARACTERS, start + limits.UNCUT_TEXT.most
                 end = self._cuts.first(text, least, most)
                 if end is None:
                     break
-                yield index, self._whole(text[start:end], start)
+                yield index, self._checked(text[start:end], start)
                 start = end
-            yield index, self._whole(text[start:], start)
+            yield index, self._checked(text[start:], start)
 
-    def _whole(self, piece: str, start: int) -> str:
-        """Return a piece that cannot be cut further, if it is not too long."""
+    def _checked(self, chunk: str, start: int) -> str:
+        """Return a chunk of a document, if it is not too long. `start` is the index of its first character."""
         # A character has at most 4 bytes.
         limit = limits.UNCUT_TEXT.most
-        if len(piece) * 4 > limit and (size := len(piece.encode("utf-8", "replace"))) > limit:
+        if len(chunk) * 4 > limit and (size := len(chunk.encode("utf-8", "replace"))) > limit:
             error = TextTooLong.expected(
                 "tokenizer",
                 self.path,
-                f"a place to cut it without changing its tokens, at least every {limits.UNCUT_TEXT}",
+                f"a position at least every {limits.UNCUT_TEXT} where a cut does not change the tokens",
                 f"none in {size:,} bytes from character {start:,} on",
                 hint="break the line, or split the document",
             )
             error.reason = (
-                f"more than {limits.UNCUT_TEXT} without a place to cut it for the tokenizer"
+                f"more than {limits.UNCUT_TEXT} without a position where the tokenizer allows a cut"
             )
             raise error
-        return piece
+        return chunk
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`, with special tokens spelt out. An id that is not a token gives
@@ -271,14 +271,14 @@ class Tokenizer:
             )
 
     def decode_each(self, rows: Iterable[Sequence[int]]) -> list[str]:
-        """Return the text of each row of ids, as `decode` does."""
+        """Return the text of each row of ids. An id that is not a token gives no text."""
         with _panic_is_bad_input(self.path):
             return self._inner.decode_batch(list(map(list, rows)), skip_special_tokens=False)
 
     def fits(self, config_vocab_size: int, where: str) -> None:
-        """Raise TokenizerError if an id is beyond the rows of an embedding.
+        """Raise TokenizerError if the tokenizer has an id beyond the rows of an embedding.
 
-        `config_vocab_size` is their number and `where` names the model in the message. Fewer ids
+        `config_vocab_size` is the number of rows, and `where` names the model in the message. Fewer ids
         than rows are common: embeddings are padded to a round number.
         """
         if self.vocab_size <= config_vocab_size:
@@ -294,17 +294,17 @@ class Tokenizer:
         )
 
     def tokens(self) -> dict[int, str]:
-        """Return each id with its token, added tokens included; byte-level tokens in their own
-        spelling.
+        """Return the token of each id, added tokens included; byte-level tokens as the file spells
+        them.
         """
         vocab = self._inner.get_vocab(with_added_tokens=True)
         return {token_id: token for token, token_id in vocab.items()}
 
     def first_differing_id(self, other: Tokenizer) -> int | None:
-        """Return the first id that is not the same token in both, or None if all are.
+        """Return the lowest id that has different tokens in the two tokenizers; None if there is none.
 
-        An id that only one of them has counts as different. Even if all ids are equal, the two may
-        encode text differently, because merges may differ.
+        An id that only one of them has counts as different. Even without a difference the two may
+        encode a document differently, because merges may differ.
         """
         own, others = self._inner, other._inner
         ids = {*own.get_vocab().values(), *others.get_vocab().values()}
@@ -407,12 +407,12 @@ def _check_added_ids(record: dict[str, Any], inner: tokenizers.Tokenizer, path: 
             )
 
 
-def _batches(pieces: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
+def _batches(chunks: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
     batch: list[tuple[int, str]] = []
     characters = 0
-    for index, piece in pieces:
-        batch.append((index, piece))
-        characters += len(piece)
+    for index, chunk in chunks:
+        batch.append((index, chunk))
+        characters += len(chunk)
         if characters >= _BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
@@ -420,64 +420,65 @@ def _batches(pieces: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]
         yield batch
 
 
-# Where a document may be cut.
+# Positions at which a document may be cut.
 #
-# A place between the characters x and y is safe if the tokens of the text up to it, followed by those
-# of the text from it on, are the tokens of the whole. The library works in five steps, and each has to
-# give for the two sides separately what it gives for the whole:
+# A position between the characters x and y is safe if the tokens of the text before it, followed by the tokens of
+# the text after it, are the tokens of the whole. The library works in five steps. The position is safe if every step
+# gives the same result for the two sides as for the whole:
 #
-# - Added tokens are searched in the text; those with `normalized` in the normalized text. Safe if none
-#   contains x before y, and none with `lstrip`, `rstrip` or `single_word` begins or ends there.
-# - The normalizer: safe if x and y are characters that no normal form changes or joins with others.
-# - The first pre-tokenizer: see `_WORDS_END`. Its expressions have no lookbehind, so from
-#   the end of a pre-token the rest is split as if the text began there.
-# - Further pre-tokenizers and the model see one pre-token at a time.
-# - The post-processor: nothing is added around a text.
+# - Added tokens are searched in the text, those with `normalized` in the normalised text. Safe if none contains
+#   x followed by y, and none with `lstrip`, `rstrip` or `single_word` begins or ends at the position.
+# - The normalizer: safe if x and y are characters that no normal form changes or combines with their neighbours.
+# - The first pre-tokenizer: safe where a pre-token always ends (`_WORDS_END`). Its expressions have no lookbehind, so
+#   the rest is split as if the text began there.
+# - Further pre-tokenizers and the model process one pre-token at a time.
+# - The post-processor: safe if it adds nothing before or after a document.
 
 _LETTERS = "A-Za-z\u4e00-\u9fa5"
 _DIGITS = "0-9"
 _SPACES = "\\t\\n\\x0b\\x0c\\r "
 _SIGNS = "!-/:-@\\[-_{|}~\u3001\u3002"
-# Letters, digits, space and punctuation that every expression counts as such and every normal form leaves
-# alone. All other characters, combining ones among them, are never next to a cut.
+# Letters, digits, white space and punctuation that every expression classifies so, and that no normal form changes.
+# A cut is never next to any other character, such as a combining one.
 _WORDS_END = re.compile(
     f"(?<=[{_LETTERS}])(?=[{_DIGITS}{_SPACES}{_SIGNS}])"
     f"|(?<=[{_DIGITS}])(?=[{_LETTERS}{_SPACES}{_SIGNS}])|(?<=[{_SIGNS}])(?=[{_DIGITS}])"
 )
-"""Positions at which a pre-token always ends, in the expressions of GPT-2, Qwen2 and Llama 3: one with a letter ends
-with its last letter, and one with a digit contains only digits (in GPT-2's also a leading space). Characters after the
-position do not change the pre-token before it, as they would after a space."""
+"""Positions at which a pre-token always ends, in the expressions of GPT-2, Qwen2 and Llama 3. There, a pre-token with
+letters ends with its last letter, and a pre-token with digits has only digits (in GPT-2's expression also a leading
+space). No position after white space is listed, because there the following characters change the pre-token."""
 _MARKS_END = re.compile(
     f"(?<=[{_LETTERS}{_DIGITS}])(?=[{_SIGNS}])|(?<=[{_SIGNS}])(?=[{_LETTERS}{_DIGITS}])"
 )
-"""The same for the expression that separates runs of punctuation from everything else."""
+"""Positions at which a pre-token always ends, in the expression that separates runs of punctuation from all else."""
 _INDEPENDENT = frozenset({"Split", "ByteLevel", "Digits"})
-"""Pre-tokenizers whose result for a pre-token depends on that pre-token alone."""
+"""Pre-tokenizers that, after the first one, process each pre-token independently of the others."""
 _WORD_FAMILIES = ("qwen2", "llama-bpe", "gpt-2")
 
 
 class TextTooLong(TokenizerError):
-    """A text that cannot be cut, and is too long to be taken whole. `reason` is the same for all of them."""
+    """A document has no cut position within the maximum length."""
 
     reason: str = ""
+    """Message without the file and the position, which is equal for all such documents."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Cuts:
-    """The places at which documents may be cut for one tokenizer."""
+    """The positions at which documents may be cut for one tokenizer."""
 
-    places: re.Pattern[str] | None = None
-    """Matches between two characters; None where no place is known to be safe."""
+    positions: re.Pattern[str] | None = None
+    """Pattern that matches between two characters; None if no position is known to be safe."""
     pairs: frozenset[str] = frozenset()
     """Pairs of adjacent characters of the added tokens, which may not be cut."""
     touching: frozenset[str] = frozenset()
     """First and last characters of the added tokens that may neither begin nor end at a cut."""
 
     def first(self, text: str, start: int, end: int) -> int | None:
-        """Return the first safe place from `start` to `end`."""
-        if self.places is None:
+        """Return the first safe position from `start` to `end`; None if there is none."""
+        if self.positions is None:
             return None
-        for match in self.places.finditer(text, start, end + 1):
+        for match in self.positions.finditer(text, start, end + 1):
             pair = text[match.start() - 1 : match.start() + 1]
             if pair not in self.pairs and self.touching.isdisjoint(pair):
                 return match.start()
@@ -485,9 +486,9 @@ class _Cuts:
 
 
 def _cuts_of(inner: tokenizers.Tokenizer) -> _Cuts:
-    """Return where documents may be cut; nowhere unless every part of the tokenizer is known."""
-    normalizers = _list_parts(inner.normalizer, "normalizers")
-    cutters = _list_parts(inner.pre_tokenizer, "pretokenizers")
+    """Return the safe positions of a tokenizer; none if it has a component that is not known here."""
+    normalizers = _components(inner.normalizer, "normalizers")
+    cutters = _components(inner.pre_tokenizer, "pretokenizers")
     if not cutters or any(
         step["type"] not in ("NFC", "NFD", "NFKC", "NFKD") for step in normalizers
     ):
@@ -495,7 +496,7 @@ def _cuts_of(inner: tokenizers.Tokenizer) -> _Cuts:
     first, *further = cutters
     if any(step["type"] not in _INDEPENDENT for step in further):
         return _Cuts()
-    if not all(map(_adds_nothing, _list_parts(inner.post_processor, "processors"))):
+    if not all(map(_adds_nothing, _components(inner.post_processor, "processors"))):
         return _Cuts()
     pairs, touching = set[str](), set[str]()
     for token in inner.get_added_tokens_decoder().values():
@@ -505,25 +506,25 @@ def _cuts_of(inner: tokenizers.Tokenizer) -> _Cuts:
         pairs |= {form[i : i + 2] for form in forms for i in range(len(form) - 1)}
         if token.lstrip or token.rstrip or token.single_word:
             touching |= {token.content[:1], token.content[-1:]}
-    return _Cuts(_places_of(first), frozenset(pairs), frozenset(touching))
+    return _Cuts(_pre_token_ends(first), frozenset(pairs), frozenset(touching))
 
 
-def _list_parts(part: Any, inside: str) -> list[dict[str, Any]]:
-    """Return a part of the library's tokenizer as a list of the parts it consists of."""
-    if part is None:
+def _components(component: Any, members: str) -> list[dict[str, Any]]:
+    """Return a component of a tokenizer as a flat list. `members` is the key of the components in a `Sequence`."""
+    if component is None:
         return []
-    parts, waiting = [], [json.loads(part.__getstate__())]
+    flat, waiting = [], [json.loads(component.__getstate__())]
     while waiting:
         step = waiting.pop()
         if step["type"] == "Sequence":
-            waiting += reversed(step[inside])
+            waiting += reversed(step[members])
         else:
-            parts.append(step)
-    return parts
+            flat.append(step)
+    return flat
 
 
-def _places_of(pre_tokenizer: Mapping[str, Any]) -> re.Pattern[str] | None:
-    """Return the places at which a pre-tokenizer always ends a part; None if none is known."""
+def _pre_token_ends(pre_tokenizer: Mapping[str, Any]) -> re.Pattern[str] | None:
+    """Return a pattern of positions at which a pre-tokenizer always ends a pre-token; None if it is not known."""
     if (
         pre_tokenizer["type"] == "ByteLevel"
         and pre_tokenizer["use_regex"]
@@ -539,7 +540,8 @@ def _places_of(pre_tokenizer: Mapping[str, Any]) -> re.Pattern[str] | None:
     ):
         return None
     expression = pre_tokenizer["pattern"].get("Regex")
-    # GPT-2's without its last alternative: spaces before a word are a gap, and the gap is a part as well.
+    # _GPT2 lacks the last alternative of GPT-2's expression, `\s+`. The text that it leaves unmatched, spaces before
+    # a word, becomes a pre-token as well.
     if expression in (_GPT2, *(PRE_TOKENIZERS[name].splits[0] for name in _WORD_FAMILIES)):
         return _WORDS_END
     if expression == PRE_TOKENIZERS["default"].splits[0] and not pre_tokenizer["invert"]:
@@ -548,7 +550,7 @@ def _places_of(pre_tokenizer: Mapping[str, Any]) -> re.Pattern[str] | None:
 
 
 def _adds_nothing(processor: Mapping[str, Any]) -> bool:
-    """Return whether a post-processor leaves the ids of a text unchanged if no special tokens are requested."""
+    """Return whether a post-processor leaves ids unchanged if no special tokens are requested."""
     if processor["type"] == "TemplateProcessing":
         return sum("Sequence" in item for item in processor["single"]) == 1
     return bool(processor["type"] == "ByteLevel")

@@ -1,15 +1,18 @@
-"""Texts on which two tokenizers with the same tokens are compared.
+"""Probe strings on which two tokenizers with the same vocabulary are compared.
 
-Two files may give each id the same token and still tokenize a text differently: by the order of merges, the normalizer,
-the expression of the pre-tokenizer, or the treatment of digits, white space or unknown characters. So both encode some
-thousand short texts, made of their tokens and of characters that these components treat specially:
+Two files may give each id the same token and still tokenize a document differently, if they differ in the order of
+merges, the normalizer, the expression of the pre-tokenizer, or the treatment of digits, white space or unknown
+characters. So both encode some thousand short strings, made of their tokens and of characters that these components
+treat specially:
 
-    merges      the tokens of each merge whose rank differs, followed or preceded by a token of a competing merge
+    merges      the two tokens of a merge whose rank differs, alone, and before or after a token that another merge
+                would join with one of them
     tokens      tokens evenly spread over the ids, each alone and followed by the next
     words       numbers, contractions, white space, accents in both normal forms, scripts, symbols, control characters
     added       added tokens
 
-Each is tried alone and inside other text. The texts depend on the two files alone. This module does not import torch.
+Each is tried alone and between other characters. The strings depend on the two files alone. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -24,11 +27,12 @@ from typing import Any, TypeVar
 from engine.formats.tokenizer import Tokenizer
 
 _TOKENS, _MERGES, _RIVALS = 2_000, 1_000, 4
-"""Number of tokens and of merges that texts are made of, and of merges that one is combined with."""
+"""Maximum number of tokens and of merges that probe strings are made of, and of competing merges for each merge."""
 _BROKEN = "\ufffd"
-"""Character that the library decodes for invalid UTF-8: encoding the text of such a token gives other tokens."""
+"""Character that the library decodes for invalid UTF-8. Strings with it are dropped, because they do not encode to the
+tokens they came from."""
 _IRRELEVANT = ("version", "truncation", "padding", "decoder")
-"""Parts of a file that do not change the ids of a text in this engine."""
+"""Keys of a tokenizer.json that do not change ids in this engine."""
 _WORDS = (
     "0 7 10 42 123 1234 12345 123456 1234567 3.14 1,000,000 2024-07-26 0x1F 's 'S don't I'LL we\u2019re o'clock x_y "
     "a-b e.g. f(x) a+b==c #!/usr ... ?! /*--*/ \xe9 \xc9 \xfc \xf1 \xe7 \xdf \u0130 \u01c5 \u03a9 \u2126 \u212b \u1e9e "
@@ -56,7 +60,8 @@ T = TypeVar("T")
 
 
 def probes(first: Tokenizer, second: Tokenizer) -> list[str]:
-    """Return the texts to compare, each once; an empty list if the two files cannot give a text different ids."""
+    """Return the strings on which to compare, each once; an empty list if the two files cannot give any document
+    different ids."""
     if first.sha256 == second.sha256:
         return []
     records = [json.loads(tokenizer.raw) for tokenizer in (first, second)]
@@ -110,8 +115,12 @@ def _variants(text: str) -> Iterator[str]:
 def _differing_merges(
     first: Sequence[tuple[str, ...]], second: Sequence[tuple[str, ...]]
 ) -> Iterator[tuple[str, ...]]:
-    """Yield sequences of tokens that the two lists may merge differently: the two tokens of each merge that one list
-    lacks or has at another rank, alone and extended by a token that a competing merge joins to its left or right."""
+    """Yield sequences of tokens that two lists of merges may merge differently.
+
+    The sequence is the two tokens of a merge that one list lacks or has at another rank. It is yielded alone,
+    followed by a token that some merge joins to its second token, and preceded by a token that some merge joins to its
+    first token.
+    """
     ranks = [{merge: rank for rank, merge in enumerate(merges)} for merges in (first, second)]
     differing = [
         merge for merge in {**ranks[0], **ranks[1]} if ranks[0].get(merge) != ranks[1].get(merge)
@@ -127,7 +136,7 @@ def _differing_merges(
 
 
 def _unmerged(record: dict[str, Any]) -> list[str]:
-    """Return the tokens that no merge makes."""
+    """Return the tokens of several characters that no merge produces."""
     made = {"".join(merge) for merge in _merges(record)}
     vocabulary: Iterable[Any] = record["model"].get("vocab") or ()
     names = [one if isinstance(one, str) else one[0] for one in vocabulary]

@@ -59,7 +59,7 @@ class TensorInfo:
 
     name: str
     dtype: str
-    """Name of the dtype in the file: F32, BF16, ..."""
+    """Name of the dtype: F32, BF16, Q4_K, ..."""
     shape: tuple[int, ...]
     file: Path
     start: int
@@ -141,8 +141,7 @@ _READER_BYTES = 4 << 20
 
 
 _OWNERS_WHEN_FREE = 2
-"""Number of references to an array that only `Scratch` holds: its attribute, and the argument of
-`getrefcount`.
+"""Value of `sys.getrefcount` for an array that only `Scratch` holds: its attribute, and the argument of the call.
 """
 
 
@@ -158,7 +157,7 @@ class Scratch:
         self._kept = False
 
     def take(self, count: int) -> np.ndarray:
-        """Return `count` bytes that nothing else uses while the array or a tensor that views it is
+        """Return `count` bytes. Nothing else uses them while the array, or a tensor that views it, is
         alive.
         """
         import numpy as np
@@ -168,7 +167,7 @@ class Scratch:
         if self._kept:
             return np.empty(count, dtype=np.uint8)
         if self._bytes is None or len(self._bytes) < count:
-            self._bytes = None  # freed before the larger one is allocated
+            self._bytes = None  # freed before a larger array is allocated
             self._bytes = np.empty(count, dtype=np.uint8)
         return self._bytes[:count]
 

@@ -4,34 +4,32 @@
     function, argument types,                           the same, with the source as its hash: can be
     constants, warps, stages                            compared, printed, stored
 
-**Keys** hold everything that determines the generated code, and nothing else. A kernel cache returns
-wrong results if two different requests have the same key: the second then gets a kernel whose block
-shape, epsilon or dtype belongs to the first. Here a request is a `Variant`, built by one function per
-kernel from the shapes and dtypes at hand, and its `KernelKey` is derived from it in one place.
-Warm-up, launch and log all use that key, so the kernel that was warmed is the one that is launched
-and reported.
+**Keys** hold everything that determines the generated code, and nothing else. If two different requests
+had the same key, the second would get the kernel of the first, with its block shape, epsilon or dtype.
+Here a request is a `Variant`, built by one function per kernel from the shapes and dtypes of the call,
+and its `KernelKey` is derived from it in one place. Warm-up, launch and log all use that key, so the
+kernel that was warmed up is the one that is launched and reported.
 
-Two variants are equal exactly if their keys are. Python's own `==` is too loose for that: it treats
-1, 1.0 and True as equal, and -0.0 and 0.0, and Triton compiles each of them differently. So
-constants are compared by their `repr`.
+Two variants are equal exactly if their keys are. Python's `==` is too loose for this: for it 1, 1.0 and
+True are equal, and -0.0 and 0.0, but Triton compiles each of them differently. So constants are compared
+by their `repr`.
 
 Sizes and strides are runtime arguments. They are not in the key, because the generated code does not depend on
 them: kernels are never specialised on the values of integers. Every pointer must be aligned to 16 bytes, which each
 launch checks.
 
 **Bodies** are compiled kernels, from Triton's compiler or its cache on disk. Triton stores a body in a folder
-that is named by Triton's own hash. We name the compiled function by the digest of our key. This name is
-included in Triton's hash, so that a folder belongs to one key.
+that is named by Triton's own hash. The compiled function's name has the digest of the key. Triton's hash
+includes this name, so each folder belongs to one key.
 
-A cache finds bodies by key. If a body compiled with epsilon 1e-5 is stored under the key of 1e-6,
-every lookup, count and warm-up looks right and every result is wrong. So each body has a manifest
-next to it, `manifest-1.json`, with the whole key and a hash of every file. A body from disk is
-compared with it before it is used, which takes 2 ms; a mismatch names the fields and files that
-differ.
+If a body compiled with epsilon 1e-5 were stored under the key of 1e-6, lookups, counts and warm-up would
+look right, and every result would be wrong. So each body has a manifest next to it, `manifest-1.json`,
+with the whole key and a hash of every file. A body from disk is compared with its manifest before it is
+used, which takes 2 ms; a mismatch names the fields and files that differ.
 
-A body that fails this check raises an error instead of being replaced silently, because the source of wrong bodies must
-be found. A body without a manifest was left by a process that was killed while compiling it; it
-is compiled again, and counted as compiled.
+A body that fails this check raises an error instead of being replaced silently, because the cause must be found. A body
+without a manifest was left by a process that was killed while compiling it; it is compiled again, and
+counted as compiled.
 
 Not covered: files that were altered together with their hashes in the manifest.
 """
@@ -92,14 +90,14 @@ class KernelKey:
 
     @property
     def digest(self) -> str:
-        """The first 16 hex digits of the SHA-256 of all fields."""
+        """First 16 hex digits of the SHA-256 of all fields."""
         text = json.dumps(dataclasses.asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
     def symbol(self) -> str:
-        """The name of the compiled function. It identifies the key in the binary itself: profilers
-        show it, and a kernel stored under a wrong key is detected by it.
+        """Name of the compiled function. It identifies the key in the binary itself: profilers show it, and
+        it reveals a kernel that is stored under a wrong key.
         """
         return f"{self.kernel}_{self.digest}"
 
@@ -144,7 +142,7 @@ def _shown(
 # contract: kernel-keys-v1
 @dataclass(frozen=True, slots=True, eq=False)
 class Variant:
-    """One way of compiling one kernel, for any target."""
+    """A kernel with its argument types, constants and compile options, for any target."""
 
     function: Any
     """The function decorated with `@triton.jit`."""
@@ -262,7 +260,7 @@ class _Source(ASTSource):  # type: ignore[misc]  # triton is untyped
         self.variant = variant
         self.symbol = symbol
         self.compiled = False
-        """Whether it was compiled: Triton calls `make_ir` only if the cache on disk has no body."""
+        """Whether the kernel was compiled: Triton calls `make_ir` only if its cache on disk has no body."""
 
     def hash(self) -> str:
         with PARSING:

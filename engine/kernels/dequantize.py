@@ -24,7 +24,7 @@ from engine.quant.planes import (
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton is installed. Without it, GPUs dequantise in plain torch too."""
+    """Return whether Triton is installed. Without it, weights on GPUs are dequantised in plain torch too."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -48,6 +48,6 @@ def dequantize_rows(packed: PackedMatrix, out_RC: Tensor, first: int, count: int
 
 def dequantize_gathered(packed: PackedMatrix, rows_I: Tensor, out_IC: Tensor) -> None:
     """Write the values of the rows numbered in `rows_I` into `out_IC` of shape (I, columns), as an
-    embedding lookup. It gathers the packed rows first, which needs temporaries of twice their size.
+    embedding lookup. It gathers the packed rows first, which needs temporary memory of twice their size.
     """
     dequantize_rows(take_rows(packed, rows_I), out_IC, 0, len(rows_I))

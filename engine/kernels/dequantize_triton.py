@@ -3,17 +3,17 @@
     dequantize_k.py     Q4_K, Q5_K, Q6_K
     dequantize_32.py    Q8_0, Q4_0, Q5_0
 
-The other types are rare, and dequantised by the reference, on the GPU too.
+The other types are rare: they are dequantised by the reference, also on a GPU.
 
 The work is memory-bound: per bf16 value 0.56 (Q4_K) to 0.82 (Q6_K) bytes are read and 2 are
 written. So a thread loads 8 or 16 adjacent bytes of codes, as words, and stores 16 bytes of
-adjacent values at a time. Fields shared by many values are loaded once for each run of values that
-a thread holds, from the cache.
+adjacent values at a time. Fields shared by many values are loaded from the cache, once for each run of
+adjacent values of a thread.
 
 Little time is left for arithmetic, and converting an integer to a float is slow. Codes are unpacked
-four at a time, in the bytes of a word, and a byte becomes a float by being placed in the last byte
-of one: the bits 0x4B0000xx are the float32 2^23 + xx, from which subtracting 2^23 is exact. The
-same subtraction also subtracts the code of the value 0.
+four at a time, in the bytes of a word. A byte xx becomes a float by setting the lowest byte of the
+bits 0x4B000000: 0x4B0000xx is the float32 2^23 + xx, from which subtracting 2^23 is exact. The same
+subtraction also subtracts the code of the value 0.
 
 The arithmetic is float32 in the order that the reference fixes, without fused multiply-adds, and is
 rounded once to the dtype of the result.
@@ -50,7 +50,7 @@ class Tuning:
     warps: int
 
 
-# Measured on an H200, where each reaches at least 0.93 of a copy's bandwidth.
+# Measured on an H200, where each kernel reaches at least 0.93 of the bandwidth of a copy.
 TUNINGS = {
     "Q4_K": Tuning(_dequantize_q4_k, blocks=8, warps=2),
     "Q5_K": Tuning(_dequantize_q5_k, blocks=8, warps=2),

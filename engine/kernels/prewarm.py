@@ -1,10 +1,10 @@
-"""Compile every kernel that a model with packed weights will launch before the run (warm-up).
+"""Compile, before the run, every kernel that a model with packed weights will launch (warm-up).
 
-Otherwise a run would compile its kernels one by one in the first step; here they are compiled
+Without warm-up a run would compile its kernels one by one in the first step; here they are compiled
 several at a time. A block-quantised matrix needs the dequantisation kernel of its type and of the
-dtype of the activations, whatever their number of rows; all other operations run in torch. The variants
-come from the same function that chooses a kernel at launch. So the set contains all launched
-variants, which tests check with real forward passes.
+activations' dtype, for any number of rows; all other operations run in torch. The function that chooses
+a kernel at launch also gives the variants to compile, so that no launched variant is missing. Tests
+check this with real forward passes.
 
 Most of a compilation runs in Triton's native code and ptxas, which release Python's interpreter
 lock.
@@ -41,8 +41,8 @@ def types_of(model: nn.Module) -> tuple[BlockType, ...]:
 def prewarm_variants(
     types: Iterable[BlockType], dtypes: Iterable[torch.dtype]
 ) -> tuple[Variant, ...]:
-    """Return what matmuls with matrices of these types launch for inputs in any of `dtypes`, and what
-    slices and lookups of them launch; each variant once.
+    """Return the kernel variants that matmuls, slices and embedding lookups launch for matrices of these
+    types and inputs of `dtypes`, each once.
     """
     kinds = tuple(dtypes)
     types = [type_ for type_ in types if type_.name in dequantize_triton.TUNINGS]

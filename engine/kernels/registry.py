@@ -2,12 +2,12 @@
 
     launch(variant, grid, *arguments)     the only way to run a kernel
     warm(variant)                         compiles and loads without running
-    registry.seal()                       ends warm-up: a later compilation is recorded as a mistake
+    registry.seal()                       ends warm-up: a later compilation is recorded as `after warm-up`
     registry.drain()                      returns the compilations since the last call, for the run log
     registry.summary()                    hits and misses of each kernel
 
-A miss is a variant that this process had not compiled for the device. Its record says how long it
-took, whether Triton's cache on disk had it, and after warm-up how it differs from what was warmed.
+A miss is a variant that this process had not compiled for the device. Its record has the time that it
+took, whether Triton's cache on disk had it, and, after warm-up, its difference from the warmed variants.
 Every other launch is a hit. A kernel from disk is verified before it is used (`compiler.py`).
 
 A launch uses the compiled kernel that belongs to the key, not Triton's own just-in-time path: that
@@ -85,8 +85,8 @@ def current_arch(device: int) -> int:
 class KernelRegistry:
     """The compiled kernels of one process, on all its devices.
 
-    With `arch` (90 is compute capability 9.0) it compiles for that architecture ahead of time
-    instead of for the current device, and loads and launches nothing: for a machine without a GPU.
+    With `arch` (90 is compute capability 9.0) it compiles for that architecture instead of for the
+    current device, and loads and launches nothing. This works on a machine without a GPU.
     """
 
     def __init__(self, arch: int | None = None) -> None:
@@ -94,7 +94,7 @@ class KernelRegistry:
         self._bodies: dict[tuple[Variant, int], Any] = {}
         self._keys: dict[tuple[Variant, int], KernelKey] = {}
         self._turns: dict[tuple[Variant, int], threading.Lock] = {}
-        # Held while counting and looking up, never while something compiles.
+        # Held during look-ups and counting, never during a compilation.
         self._lock = threading.Lock()
         self._records: list[CompileRecord] = []
         self._warmed: dict[tuple[Variant, int], KernelKey] | None = None
@@ -105,8 +105,8 @@ class KernelRegistry:
 
     @contextmanager
     def noting(self) -> Iterator[list[Variant]]:
-        """Record what this thread would launch within the context, in order, instead of launching
-        it. The result is what to warm up before the same code runs for real.
+        """Within the context, record this thread's launches in order instead of running them. The recorded
+        variants are those to warm up before the same code runs.
         """
         noted: list[Variant] = []
         self._noted.variants = noted
@@ -275,7 +275,8 @@ def check_arguments(
         else:
             fits = type_.startswith("fp") and isinstance(argument, int | float)
         if not fits:
-            # Described here alone: this runs at every launch, and printing a tensor waits for the device.
+            # Described only after a mismatch: this runs at every launch, and printing a tensor waits for
+            # the device.
             found: object = argument
             if isinstance(argument, Tensor):
                 found = f"{argument.dtype} on {argument.device} at byte {argument.data_ptr()}"

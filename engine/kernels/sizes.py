@@ -1,11 +1,12 @@
-"""Sizes of grids and blocks. Triton has these functions too, at 9 us a call on the host, several for each launch."""
+"""Compute sizes of grids and blocks. Triton's own versions of these functions take 9 us of host time per call, and a
+launch makes several calls."""
 
 
 def cdiv(count: int, size: int) -> int:
-    """Return how many blocks of `size` hold `count`."""
+    """Return the number of blocks of `size` elements that cover `count` elements."""
     return -(-count // size)
 
 
 def next_power_of_2(count: int) -> int:
-    """Return the least power of two that is not less than `count`, which is at least 1."""
+    """Return the smallest power of two that is `count` or more; `count` is 1 or more."""
     return 1 << (count - 1).bit_length()

@@ -7,9 +7,9 @@ type; all other code reads it:
     its number in a GGUF file, whether an .apr has it, its sizes    readers, writers, `engine.export`
     the byte layout (`Layout`)                                      `reference.py`: bytes to values
                                                                     `planes.py`: order on a device
-    candidate ranges, largest value                                 `quantize.py`: values to bytes,
-                                                                    for types that have them
-    the type that replaces it if rows are too short                 `fallback`
+    candidate ranges, largest value (only of types                  `quantize.py`: values to bytes
+    that are written)
+    the type that replaces it if blocks do not fill a row           `fallback`
     expected error of a model quantised with it                     the gate, `engine publish --verify`
 
 The value of a code q:
@@ -31,7 +31,7 @@ The value of a code q:
     IQ4_XS  23   256    136       4.25       d (sc - 32) book[q] sc: 6 bits for each 32 values
     BF16    30     1      2      16          itself
 
-The bytes of the parts:
+The bytes of each field of a block:
 
     type     d        second     scales                       low bits           high bits
     Q4_0       0..1                                             2..17   16 x 4
@@ -51,8 +51,8 @@ d, m and dmin are little-endian fp16. `R x W` is
 a run of R bytes in which each byte holds 8 / W values of W bits: the first R values are the lowest
 W bits of the R bytes, the next R values are the next W bits, and so on. So `32 x 4` is 32 low
 nibbles, then the 32 high nibbles of the same bytes, and `1 x 1` is the bits of a little-endian
-integer in order. A code is its low bits plus its high bits shifted left by the width of the low
-ones, and so is a scale of two parts. Where a type has scales and minima, the scales come first.
+integer in order. A code is its low bits plus its high bits shifted left by the width of the low bits;
+a scale with two bit fields is built in the same way. If a type has scales and minima, the scales come first.
 
 The module holds only numbers and does not import torch, so that a file can be listed and its sizes
 checked without torch.
@@ -82,33 +82,32 @@ class Bits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The position of each part of a block."""
+    """The byte positions and meaning of the fields of a block."""
 
     d: int
     second: int | None = None
     """Byte offset of dmin (types of 256) or m (Q4_1, Q5_1)."""
     scales: Bits | None = None
-    """The scales of sub-blocks, then their minima if there is a `second`. Eight bits are signed;
-    six are packed as in `engine.quant.reference`.
+    """Scales of the sub-blocks, followed by their minima if there is a `second`. Scales of 8 bits are signed; scales
+    of 6 bits are packed as in `engine.quant.reference`.
     """
     scales_high: Bits | None = None
-    """The top two bits of 6-bit scales whose low bits are nibbles."""
+    """Upper two bits of 6-bit scales whose lower bits are stored as nibbles."""
     scale_zero: int = 0
-    """The stored scale that means 0."""
+    """Stored value of a scale of 0."""
     sub_block: int = 32
     """Number of values that share a scale."""
     low: Bits
     high: Bits | None = None
     zero: int = 0
-    """The code of the value 0, in types without a minimum."""
+    """Code of the value 0, in types without a minimum."""
     codebook: tuple[int, ...] | None = None
     """Number that each code represents, if not the code itself."""
     levels: int = 0
-    """Codes run from 0 to this one; those of Q8_0 from -128. Only for types that are written."""
+    """Largest code; codes begin at 0, those of Q8_0 at -128. Only for types that are written."""
     steps: tuple[float, float] = (0.0, 0.0)
-    """The fewest and the most extra steps of the candidate ranges in quantisation: the range of the
-    values is divided into this many steps more than there are levels. Fewer steps are wider and
-    clip nothing. The numbers were found by measurement. Only for types that are written.
+    """Smallest and largest number added to `levels` for the candidate ranges of quantisation: a candidate divides the
+    range of the values into `levels` plus this many steps. Found by measurement. Only for types that are written.
     """
 
 
@@ -116,16 +115,16 @@ class Floor(NamedTuple):
     """Distance of the output of a quantised model from that of the original.
 
     The figures are those of llama.cpp for 7B and 8B models on Wikitext-2
-    (tools/perplexity/README.md); of several models the smallest KL: Q4_K_M has 0.0127 for
-    Llama-2-7B and 0.0313 for Llama-3-8B. They are not properties of the format: small models have
-    more error than large ones, and the text matters too. So they serve as a limit for a model,
-    reported next to the model's own number.
+    (tools/perplexity/README.md), the smallest KL if there are several: Q4_K_M has 0.0127 for Llama-2-7B
+    and 0.0313 for Llama-3-8B. They are not properties of the format: small models have more error than
+    large ones, and the evaluated text matters too. They are used as a limit for a model's KL, and are
+    reported next to it.
     """
 
     kl: float
-    """In nats: mean over tokens of sum_v p_v (ln p_v - ln q_v), p in 16 bits, q quantised."""
+    """KL in nats per token: mean of sum_v p_v (ln p_v - ln q_v), p of the 16-bit model, q of the quantised one."""
     agreement: float
-    """Fraction of tokens on which both have the same top-1 token."""
+    """Fraction of positions at which both models have the same most probable token."""
 
 
 HALF_MAX = 65504.0
@@ -143,24 +142,22 @@ class BlockType:
     """Number of values in a block; 1 for the float types."""
     block_bytes: int
     file_type: int = field(compare=False, repr=False)
-    """llama.cpp's file type for a GGUF file that has most of its weights in this type."""
+    """llama.cpp's `general.file_type` of a GGUF file with most of its weights in this type."""
     in_apr: bool = field(default=False, compare=False, repr=False)
     largest: float | None = field(default=None, compare=False, repr=False)
-    """The largest magnitude that can be stored whatever its sign, with every scale at its maximum.
-    None for a type that is only read: nothing is quantised to it.
-    """
+    """Largest magnitude that can be stored with either sign. None for a type that is only read and never written."""
     layout: Layout | None = field(default=None, compare=False, repr=False)
-    """None for the float types."""
+    """Fields of a block; None for the float types."""
     float_dtype: str | None = field(default=None, compare=False, repr=False)
-    """torch's name of a float type."""
+    """torch's name of a float type; None for block types."""
     shorter: str | None = field(default=None, compare=False, repr=False)
-    """The type that llama.cpp's quantiser uses instead if rows are not a multiple of 256 values."""
+    """Type that llama.cpp's quantiser uses instead if rows are not a multiple of 256 values."""
     mixture: tuple[str, Floor] | None = field(default=None, compare=False, repr=False)
-    """The name of a mostly-this-type file in `engine convert --quant`, and its error."""
+    """Name in `engine convert --quant` of a file with most weights in this type, and the error of such a file."""
 
     @property
     def in_blocks(self) -> Layout:
-        """The layout of a type that is not a float type."""
+        """Layout of a block type."""
         assert self.layout is not None
         return self.layout
 
@@ -376,7 +373,7 @@ _ROWS = (
 BLOCK_TYPES: dict[str, BlockType] = {row.name: row for row in _ROWS}
 LAYOUTS: dict[str, Layout] = {row.name: row.layout for row in _ROWS if row.layout is not None}
 WRITTEN: tuple[str, ...] = tuple(row.name for row in _ROWS if row.largest is not None)
-"""The types that values are quantised or cast to; the others are only read."""
+"""Types that values can be quantised or cast to; the others are only read."""
 NOISE_FLOORS: dict[str, Floor] = dict(row.mixture for row in _ROWS if row.mixture is not None)
 """Noise floors by the name in `engine convert --quant`."""
 QUANTS = {"q4_k_m": "Q4_K", "q6_k": "Q6_K", "q8_0": "Q8_0", "bf16": "BF16", "f32": "F32"}
@@ -448,10 +445,10 @@ def row_bytes(type_: BlockType, values: int) -> int:
 
 
 def fallback(type_: BlockType, values: int) -> BlockType:
-    """Return the type to use for rows of `values` values when `type_` is requested.
+    """Return the type to use for rows of `values` values if `type_` is requested.
 
-    It is `type_` itself if its blocks fill the row, else the type with blocks of 32 that has at
-    least as many bits (Q4_K: Q5_0, Q5_K: Q5_1, Q6_K: Q8_0), else F16. llama.cpp makes the same
+    It is the first of these whose blocks fill the row: `type_` itself; a type with blocks of 32 and at
+    least as many bits (for Q4_K, Q5_0; for Q5_K, Q5_1; for Q6_K, Q8_0); F16. llama.cpp makes the same
     choice.
     """
     for name in (type_.name, type_.shorter):

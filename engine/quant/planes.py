@@ -18,17 +18,17 @@ bits of all rows, and so on. The fields keep their bytes and bit order.
     Q5_1     low 16    high 4                 d 2   second 2
     IQ4_NL   low 16                           d 2
 
-The header is d, dmin if there is one, and the 6-bit scales. Memory is fetched in sectors of 32 bytes: if the header
-stayed next to the low bits, as in the blocks, reading either would also fetch half a sector of the
-other.
+The header is d, dmin if the type has it, and the 6-bit scales. It has its own plane because memory is fetched in
+sectors of 32 bytes: next to the low bits, as in a block, reading either would also fetch half a sector of
+the other.
 
 In types with blocks of 256 values, groups of 16 rows are interleaved: the first blocks of all 16 rows, then the second
 blocks, and so on.
 
     plane   [groups, blocks of a row, rows of a group, bytes of a block]
 
-A program that takes 16 rows then reads 2 KB contiguously at a time instead of 16 pieces of 128 bytes,
-and whole sectors of headers. Types with blocks of 32 values have groups of one row.
+A kernel program that processes 16 rows then reads 2 KB contiguously instead of 16 separate runs of 128
+bytes, and whole sectors of headers. Types with blocks of 32 values have groups of one row.
 
 A plane starts at a multiple of 16 bytes, and its last group is padded: the total exceeds the blocks
 by less than 16 bytes per plane plus 16 rows. `unpack(pack(w))` returns w's bytes, so a packed model
@@ -67,7 +67,7 @@ class Field:
     start: int
     count: int
     dtype: torch.dtype = torch.uint8
-    """The dtype that kernels read the plane as."""
+    """Dtype as which kernels read the plane."""
 
 
 @cache
@@ -176,8 +176,8 @@ def packed_bytes(type_: BlockType, rows: int, columns: int) -> int:
 
 
 def pack(weight: QuantTensor) -> PackedMatrix:
-    """Return a block-quantised matrix as planes on the same device, in new memory and without
-    another temporary.
+    """Return a block-quantised matrix as planes, in new memory on the same device. No other memory is
+    allocated.
     """
     rows, columns = weight.shape
     count = packed_bytes(weight.type, rows, columns)

@@ -4,13 +4,13 @@ implementation is compared with.
 `unpack` reads a block as its row of `engine.quant.blocks` describes. The 12 scale bytes S of Q4_K
 and Q5_K (a width of 6) hold eight 6-bit scales sc and eight 6-bit minima mn:
 
-    S[0..3]           : low 6 bits sc[0..3], top 2 bits the top of sc[4..7]
-    S[4..7]           : low 6 bits mn[0..3], top 2 bits the top of mn[4..7]
-    S[8..11]          : low nibble the rest of sc[4..7], high nibble the rest of mn[4..7]
+    S[0..3]           : low 6 bits are sc[0..3], top 2 bits are the top 2 bits of sc[4..7]
+    S[4..7]           : low 6 bits are mn[0..3], top 2 bits are the top 2 bits of mn[4..7]
+    S[8..11]          : low nibbles are the low 4 bits of sc[4..7], high nibbles the low 4 bits of mn[4..7]
 
 `pack(unpack(b)) == b` for every block: no bit is unused.
 
-The arithmetic is float32, in the order that determines the last bit:
+The arithmetic is float32, in an order that determines the last bit:
 
     Q2_K, Q4_K, Q5_K   (d * sc) * q - (dmin * mn)      each product and the difference rounded once
     Q3_K, Q6_K         (d * (sc - 32)) * (q - 4),  (d * sc) * (q - 32)
@@ -20,8 +20,8 @@ The arithmetic is float32, in the order that determines the last bit:
     IQ4_NL             d * book[q]
     IQ4_XS             (d * (sc - 32)) * book[q]
 
-A fused multiply-add would round once instead of twice and change that bit, so multiplications and
-additions are separate operations here. Any other dtype is the float32 result rounded once.
+A fused multiply-add would round once instead of twice and could change the last bit, so multiplications
+and additions are separate operations here. For any other dtype the float32 result is rounded once.
 
 NaN and infinity are not treated specially: a block whose d is NaN dequantises to NaN.
 """
@@ -50,7 +50,7 @@ Memory in addition to input and output is limited to about 12 bytes for each of 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Parts:
-    """N unpacked blocks; fields that a type does not have are None."""
+    """Fields of N unpacked blocks; None for fields that the type lacks."""
 
     d_N: Tensor
     """float16"""
@@ -118,7 +118,7 @@ def _shifts(bits: Bits, device: torch.device) -> Tensor:
 
 
 def _read(blocks_NB: Tensor, low: Bits, high: Bits | None) -> Tensor:
-    """Return the numbers in a bit field, whose top bits may be in a second one: uint8."""
+    """Return the numbers in the bit field `low`, with their upper bits from `high` if it is given: uint8."""
     if high is not None:
         top_NE = _read(blocks_NB, high, None)
         return _read(blocks_NB, low, None).bitwise_or_(top_NE << low.width)

@@ -14,8 +14,8 @@ from engine.quant.reference import dequantize
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantTensor:
     """A block-quantised tensor. `blocks` has the bytes of each row, and `shape` is the shape of the
-    values: a matrix of shape (rows, row length) has blocks of shape (rows, row bytes). Leading
-    dimensions are the same in both.
+    values: a matrix of shape (rows, row length) has blocks of shape (rows, row bytes). All other
+    dimensions are equal.
 
     Raises `QuantError` if blocks do not fill a row.
     """

@@ -153,7 +153,7 @@ def test_the_tokens_of_the_pieces_are_those_of_the_whole(
     opened: Callable[..., Tokenizer], monkeypatch: pytest.MonkeyPatch, family: str, texts: int
 ) -> None:
     tokenizer = opened(**FAMILIES[family]())
-    monkeypatch.setattr(subject, "_PIECE_CHARACTERS", 3)
+    monkeypatch.setattr(subject, "_CHUNK_CHARACTERS", 3)
     draw = random.Random(family)
     pieces = 0
     for _ in range(texts):
@@ -161,7 +161,7 @@ def test_the_tokens_of_the_pieces_are_those_of_the_whole(
         text = "".join(draw.choices(weights, k=draw.randint(1, 40)))
         (ids,) = tokenizer.encode_documents([text])
         assert ids.tolist() == in_one(tokenizer, text), repr(text)
-        pieces += sum(1 for _ in tokenizer._pieces([text]))
+        pieces += sum(1 for _ in tokenizer._chunks([text]))
     assert pieces > 2.7 * texts, "hardly anything was cut"
 
 

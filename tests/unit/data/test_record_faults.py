@@ -362,7 +362,7 @@ def test_a_text_without_a_place_to_cut_costs_itself_alone(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "UNCUT_TEXT", dataclasses.replace(limits.UNCUT_TEXT, most=1000))
-    monkeypatch.setattr("engine.formats.tokenizer._PIECE_CHARACTERS", 400)
+    monkeypatch.setattr("engine.formats.tokenizer._CHUNK_CHARACTERS", 400)
     long = {"role": "user", "content": "x" * 4000}
     lines = [*good(20), json.dumps(chat(long, ANSWER)), json.dumps({"text": "y" * 5000})]
     corpus = opened(tmp_path / "c.jsonl", lines)

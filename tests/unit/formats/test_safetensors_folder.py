@@ -168,7 +168,7 @@ def test_shards_that_are_links_into_the_blobs_of_a_cache_open(tmp_path: Path) ->
         ),
         (
             {"a": "two.safetensors", "b": "two.safetensors"},
-            'tensor "a" in two.safetensors, found none',
+            'tensor "a" in two.safetensors, found no tensor of this name',
         ),
         ({"a": "one.safetensors", "c": "one.safetensors"}, 'tensor "c" in one.safetensors'),
         ({"a": 3}, "a weight_map of tensors to files in its folder"),
