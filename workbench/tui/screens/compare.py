@@ -1,5 +1,4 @@
-"""Two to six runs compared: one metric over one x axis or several in a grid, their results side by side, and
-the settings that differ."""
+"""Two to six runs compared: one metric over one x axis, their results side by side, and the settings that differ."""
 
 from __future__ import annotations
 
@@ -12,6 +11,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.events import DescendantFocus, Resize
+from textual.reactive import reactive
 from textual.widgets import Static
 
 from engine.log.folder import RunFolder
@@ -29,7 +29,7 @@ from workbench.plot.series import SERIES, series_style
 from workbench.tui.context import Context
 from workbench.tui.run_lines import HeadedRun, heading_lines, result_lines, setting_lines
 from workbench.tui.screens.polling import Polled, PollingScreen
-from workbench.tui.widgets.chart_view import ChartGrid
+from workbench.tui.widgets.chart_view import ChartView
 from workbench.tui.widgets.key_bar import KeyBar
 from workbench.tui.widgets.pane_tabs import PaneTabs, pane_keys
 from workbench.tui.widgets.text_pane import TextPane
@@ -41,8 +41,18 @@ GRID, SINGLE = (100, 30), 18
 plot and one other pane are shown."""
 FAR = 10
 """Columns of dots that the cursor moves with shift or comma and full stop."""
-ENOUGH = 4
-"""Number of charts that must fit next to each other for the grid to be the default; else one large chart is shown."""
+
+
+class MetricChart(ChartView, can_focus=True):
+    """Draws the chart of the chosen metric."""
+
+    chart: reactive[Chart] = reactive(Chart())
+
+    def redraw_key(self) -> tuple[object, ...]:
+        return (self.chart,)
+
+    def current_chart(self) -> Chart:
+        return self.chart
 
 
 class CompareScreen(PollingScreen):
@@ -57,7 +67,6 @@ class CompareScreen(PollingScreen):
         "  a gap in a line          missing steps, or a minute or more without one",
         "  ▾ ▴ (v ^ in ASCII)       off the axis",
         "",
-        "g shows one metric large, or all that fit; in the grid * is at the metric that m chooses.",
         "x is steps, tokens so far, or seconds since the run's first line, start-up included.",
         "Settings are the effective ones: `auto: bf16` is auto, resolved to bf16.",
     )
@@ -68,7 +77,6 @@ class CompareScreen(PollingScreen):
         Binding("escape,q", "back", "back", tooltip="remove the cursor, or back to the runs"),
         *pane_keys(TABS),
         Binding("m", "metric", "metric", tooltip="the next metric"),
-        Binding("g", "grid", "grid", tooltip="one metric large, or all that fit"),
         Binding("x", "axis", "x axis", tooltip="x by step, tokens or wall time"),
         Binding("l", "log_y", "log y", tooltip="logarithmic y axis on or off"),
         Binding("left", "move(-1)", "cursor", tooltip="a cursor that shows each run's value"),
@@ -110,17 +118,13 @@ class CompareScreen(PollingScreen):
         self._metric: Metric | None = None
         """Chosen metric; None for the first that the runs have."""
         self._axis, self._log_y = 0, False
-        self._wants_grid: bool | None = None
-        """Whether the grid was chosen; None to decide by the size of the screen."""
         self._cursor: float | None = None
         self._pane = PANES[0]
 
     def compose(self) -> ComposeResult:
         yield Static("reading runs", id="head", markup=False)
         with Vertical(id="body"):
-            plot = ChartGrid(ascii_only=self.context.ascii_only, id="plot", classes="pane")
-            plot.can_focus = True
-            yield plot
+            yield MetricChart(ascii_only=self.context.ascii_only, id="plot", classes="pane")
             with Horizontal(id="below"):
                 yield TextPane("2 results", id="results")
                 yield TextPane("3 settings that differ", id="settings")
@@ -154,49 +158,31 @@ class CompareScreen(PollingScreen):
             )
             self.query_one("#settings", TextPane).show(settings_at)
 
-    @on(ChartGrid.Resized)
+    @on(ChartView.Resized)
     def _draw_plot(self) -> None:
         comparison = self._comparison
         if comparison is None:
             return
-        axis, plot = AXES[self._axis], self.query_one("#plot", ChartGrid)
-        metrics, plot.columns = self._shown_metrics(comparison, plot)
-        is_grid = len(metrics) > 1
-        count_words = f"{len(metrics)} of {len(comparison.metrics())} metrics"
-        title = f"1 {count_words if is_grid else metrics[0].name} by {axis}"
-        plot.border_title = f"{title}{', log y' if self._log_y else ''}"
-        plot.charts = tuple(
-            self._chart(comparison, metric, plot.dots, is_grid) for metric in metrics
+        axis, plot, metric = (
+            AXES[self._axis],
+            self.query_one("#plot", MetricChart),
+            self._chosen(comparison),
         )
+        plot.border_title = f"1 {metric.name} by {axis}{', log y' if self._log_y else ''}"
+        plot.chart = self._chart(comparison, metric, plot.dots)
         self.query_one("#head", Static).update(self._heading(comparison))
 
     def _chosen(self, comparison: Comparison) -> Metric:
-        """Return the metric that is large, or marked in the grid."""
+        """Return the metric that is shown."""
         metrics = comparison.metrics()
         return self._metric if self._metric in metrics else metrics[0]
 
-    def _shown_metrics(
-        self, comparison: Comparison, plot: ChartGrid
-    ) -> tuple[tuple[Metric, ...], int]:
-        """Return the metrics that are drawn, the chosen one among them, and in how many columns."""
-        metrics, chosen = comparison.metrics(), self._chosen(comparison)
-        columns, rows = plot.shape(len(metrics))
-        fit = columns * rows
-        wants = self._wants_grid
-        if not (fit >= min(ENOUGH, len(metrics)) if wants is None else wants):
-            return (chosen,), 1
-        # As many as fit, and of the pages of metrics that one with the chosen metric.
-        first = metrics.index(chosen) // fit * fit
-        shown = metrics[min(first, max(0, len(metrics) - fit)) :][:fit]
-        return shown, columns if len(shown) > 1 else 1
-
-    def _chart(self, comparison: Comparison, metric: Metric, dots: int, is_cell: bool) -> Chart:
+    def _chart(self, comparison: Comparison, metric: Metric, dots: int) -> Chart:
         """Return a metric of every run over the axis."""
         axis = AXES[self._axis]
         low, high = comparison.extent(metric, axis) or (0.0, 1.0)
-        mark = "*" if is_cell and metric == self._chosen(comparison) else ""
         return Chart(
-            title=f"{metric.name}{mark}",
+            title=metric.name,
             low=low,
             high=high,
             lines=tuple(
@@ -250,7 +236,7 @@ class CompareScreen(PollingScreen):
         is_grid = width >= GRID[0] and height >= GRID[1]
         below = {name for name in PANES[1:] if is_grid or name == self._pane}
         has_plot = is_grid or self._pane == "plot" or height >= SINGLE
-        if height >= SINGLE and not below and not self._wants_grid:
+        if height >= SINGLE and not below:
             below = {"results"}
         self.set_class(is_grid, "-grid")
         self.set_class(height < SINGLE, "-single")
@@ -280,13 +266,6 @@ class CompareScreen(PollingScreen):
             self._metric = metrics[(at + 1) % len(metrics)]
             self._draw_plot()
 
-    def action_grid(self) -> None:
-        """Show the grid instead of one large chart, or the other way round."""
-        self._wants_grid = len(self.query_one("#plot", ChartGrid).charts) == 1
-        # A grid that was asked for has a small screen to itself.
-        self.lay_out()
-        self._draw_plot()
-
     def action_axis(self) -> None:
         self._axis = (self._axis + 1) % len(AXES)
         self._cursor = None
@@ -303,7 +282,7 @@ class CompareScreen(PollingScreen):
         axis = AXES[self._axis]
         chosen = self._chosen(self._comparison)
         low, high = self._comparison.extent(chosen, axis) or (0.0, 0.0)
-        width = (high - low) / max(1, self.query_one("#plot", ChartGrid).dots - 1)
+        width = (high - low) / max(1, self.query_one("#plot", MetricChart).dots - 1)
         if axis == "step":
             # At least one step, because there is nothing between two steps.
             width = max(1.0, width)

@@ -1,4 +1,4 @@
-"""Widgets that draw one chart of `workbench.plot`, or several in a grid."""
+"""A widget that draws one chart of `workbench.plot`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from textual.widget import Widget
 from engine.log.view import RunView
 from workbench.plot.canvas import Row
 from workbench.plot.chart import Chart, dots_of, render_chart
-from workbench.plot.grid import grid_dots, render_grid, shape_of
 from workbench.plot.series import series_style
 
 
@@ -80,10 +79,6 @@ class ChartView(Widget):
         """Return the chart for the current size."""
         return Chart()
 
-    def rows(self, chart: Chart) -> list[Row]:
-        """Return the drawn rows of a chart."""
-        return render_chart(chart, *self.size, ascii_only=self._ascii_only)
-
     def render_lines(self, crop: Region) -> list[Strip]:
         # Textual requests single lines: the chart is drawn once for all of them.
         wanted = (*self.redraw_key(), self.size)
@@ -91,7 +86,7 @@ class ChartView(Widget):
             self._drawn = wanted
             chart = self.current_chart()
             self._has_letters = any(line.letter for line in chart.lines)
-            self._rows = self.rows(chart)
+            self._rows = render_chart(chart, *self.size, ascii_only=self._ascii_only)
         return super().render_lines(crop)
 
     def render_line(self, y: int) -> Strip:
@@ -110,28 +105,3 @@ class ChartView(Widget):
 def _differ(a: object, b: object) -> bool:
     """Compare by identity, because views and charts are long."""
     return a is not b and (isinstance(a, RunView | Chart) or a != b)
-
-
-class ChartGrid(ChartView):
-    """Draws its charts in `columns`."""
-
-    charts: reactive[tuple[Chart, ...]] = reactive((Chart(),))
-    columns: reactive[int] = reactive(1)
-
-    @property
-    def dots(self) -> int:
-        """Return the number of buckets that each of its charts can show."""
-        return grid_dots(self.columns, self.size.width, ascii_only=self._ascii_only)
-
-    def shape(self, count: int) -> tuple[int, int]:
-        """Return the columns and rows in which it can show as many of `count` charts as fit."""
-        return shape_of(count, *self.size)
-
-    def redraw_key(self) -> tuple[object, ...]:
-        return *self.charts, self.columns
-
-    def current_chart(self) -> Chart:
-        return self.charts[0]
-
-    def rows(self, chart: Chart) -> list[Row]:
-        return render_grid(self.charts, self.columns, *self.size, ascii_only=self._ascii_only)
