@@ -592,9 +592,10 @@ IDENTITIES: tuple[About, ...] = (
         level=SUSPICION,
         question="Are all other outputs independent of the padding tokens?",
         means="A row's outputs depend on how long the other rows of its batch are.",
-        remedy="pass the attention mask to the attention layers, and leave padding out of means and norms over "
-        "positions",
-        transformers="pass attention_mask to the model, and make its forward pass use it",
+        remedy="pass the attention mask to the attention layers, leave padding out of means and norms over positions, "
+        "and count positions from the first token after the padding; unless you intended this",
+        transformers="pass attention_mask to the model and make its forward pass use it; with padding on the left, "
+        "pass position_ids, too",
     ),
     _identity(
         id="documents_mixed",
@@ -756,6 +757,16 @@ IDENTITIES: tuple[About, ...] = (
         remedy="call log_softmax and softmax with dim=-1",
     ),
     _identity(
+        id="teacher_trained",
+        wrong="the teacher gets gradients from the divergence",
+        group="loss",
+        level=SUSPICION,
+        question="Does a divergence between two models train one of them alone?",
+        means="The teacher moves towards the student: both can agree without learning anything from the data.",
+        remedy="compute the teacher's outputs under torch.no_grad(), and keep its parameters out of the optimizer; "
+        "unless you intended that both learn",
+    ),
+    _identity(
         id="divergence_temperature",
         wrong="teacher and student have different temperatures in a divergence",
         group="loss",
@@ -803,15 +814,6 @@ IDENTITIES: tuple[About, ...] = (
         remedy="give the loss the output of the last layer: no ReLU, sigmoid or tanh after it",
     ),
     _identity(
-        id="untrained_term",
-        wrong="a term of the loss has no gradient",
-        group="loss",
-        level=SUSPICION,
-        question="Does each term of a sum of losses have a gradient?",
-        means="The term is in the logged loss but trains nothing: it was detached, or computed without gradients.",
-        remedy="compute the term from the model's outputs, without detach(), .data, .item() and torch.no_grad()",
-    ),
-    _identity(
         id="one_class",
         wrong="every label of a batch is the same class",
         group="data",
@@ -819,6 +821,24 @@ IDENTITIES: tuple[About, ...] = (
         question="Do the labels of a batch have more than one class?",
         means="The data is sorted by class: the model learns to predict the class that it saw last.",
         remedy="shuffle: DataLoader(..., shuffle=True), or shuffle a stream before batching",
+    ),
+    _identity(
+        id="not_frozen",
+        wrong="a module was meant to be frozen and is trained",
+        group="data",
+        level=SUSPICION,
+        question="Is no module with trained parameters marked as frozen by an attribute that has no effect?",
+        means="A module has no requires_grad of its own: setting it to False changes nothing.",
+        remedy="call module.requires_grad_(False), before the optimizer is created",
+    ),
+    _identity(
+        id="seeded_again",
+        wrong="the random state is the same in each step",
+        group="data",
+        level=SUSPICION,
+        question="Does dropout draw new random numbers in each step?",
+        means="Each step drops the same elements, so that a part of the model is never trained.",
+        remedy="seed once, before the first step",
     ),
     _identity(
         id="training_mode",
@@ -894,8 +914,8 @@ IDENTITIES: tuple[About, ...] = (
         question="Has each parameter of the optimizer had a gradient by its third step?",
         means="A part of the model is not used, or is cut off by detach() or no_grad(); an expert to which no token "
         "has been routed yet looks the same.",
-        remedy="look for detach(), .data, torch.no_grad() and layers that forward() does not call; with gradient "
-        "checkpointing set use_reentrant=False",
+        remedy="look for detach(), .data, torch.no_grad() and layers that forward() does not call, or leave a frozen "
+        "part out of the optimizer; with gradient checkpointing set use_reentrant=False",
         transformers='with gradient_checkpointing set gradient_checkpointing_kwargs={"use_reentrant": False}, or call '
         "model.enable_input_require_grads() if the embedding is frozen; else look for detach(), torch.no_grad() and "
         "layers that forward() does not call",

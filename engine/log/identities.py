@@ -69,8 +69,8 @@ def _badness(judged: Judged) -> int:
 
 
 def identity_lines(view: RunView) -> list[str]:
-    """Render every identity with its level; below an identity that may be violated, what that means and what to
-    do."""
+    """Render each identity that was judged, with its level; below one that may be violated, what that means and what
+    to do. The others are listed in one line."""
     if view.watched is None:
         return [UNSEEN_COMMAND]
     results = outcomes(view)
@@ -80,8 +80,15 @@ def identity_lines(view: RunView) -> list[str]:
             for level in SIGNS
         )
     ]
+    unseen = [outcome.id for outcome in results if outcome.seen is None]
     for outcome in results:
+        if outcome.seen is None:
+            continue
         lines.append(f"{SIGNS[outcome.level]} {outcome.id}: {outcome.text}")
         if outcome.level in (FAIL, SUSPICION) and outcome.about is not None:
             lines += [f"  means: {outcome.means}", f"  do: {outcome.remedy}"]
+    if unseen:
+        lines.append(
+            f"? not judged, as the run has nothing of the kind or ended before: {', '.join(unseen)}"
+        )
     return lines

@@ -34,7 +34,7 @@ STAYS_NEAR = 0.03
 """Relative distance below ln V within which a loss counts as near ln V."""
 STAYS_VOCABULARY = 32
 """Smallest number of classes that is judged; with fewer, a loss near ln V may be the best possible."""
-CONSTANT_STEPS, CONSTANT, ZERO_LOSS = 50, 2e-6, 1e-5
+CONSTANT_STEPS, CONSTANT, ZERO_LOSS = 30, 2e-6, 1e-5
 """Minimum number of losses; their maximum difference by rounding, as a share of the first loss; loss up to which it
 counts as 0."""
 RISE_FROM, RISE_ROWS = 100, 30

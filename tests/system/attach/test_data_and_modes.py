@@ -203,6 +203,47 @@ class Evaluates:
 def dropout_in_a_class():
     return healthy(drops, evaluation=lambda net: Evaluates(net).run())
 
+def seeded(each):
+    net = drops()
+    optimizer = adam(net)
+    for number in range(5):
+        each(number)
+        optimizer.zero_grad()
+        of(net, *data[:12]).backward()
+        optimizer.step()
+    return net
+
+def seeded_in_each_step():
+    return seeded(lambda number: torch.manual_seed(7))
+
+def seeded_by_the_step():
+    return seeded(torch.manual_seed)
+
+def dropout_of_nothing():
+    net = drops()
+    net[2].p = 0.0
+    optimizer = adam(net)
+    for _ in range(5):
+        optimizer.zero_grad()
+        of(net, *data[:12]).backward()
+        optimizer.step()
+    return net
+
+def frozen(freeze):
+    net = Net()
+    freeze(net.body)
+    optimizer = adam(net)
+    for _ in range(3):
+        epoch(net, optimizer)
+    return net
+
+def frozen_by_an_attribute():
+    return frozen(lambda part: setattr(part, "requires_grad", False))
+
+def frozen_by_its_method():
+    return frozen(lambda part: part.requires_grad_(False))
+
+tell(seeded_in_each_step, seeded_by_the_step, dropout_of_nothing, frozen_by_an_attribute, frozen_by_its_method)
 tell(healthy, healthy_with_batch_norm, healthy_with_both, healthy_with_neither, a_frozen_part_in_eval_mode,
      a_linear_probe_in_eval_mode, frozen_batch_norm, a_judge_in_eval_mode, an_average_is_evaluated,
      statistics_computed_anew, samples_that_are_looked_over, loaded_in_eval_mode,
@@ -221,8 +262,21 @@ MODE_OF = {
     "an_average_is_evaluated": [PASS],
     "statistics_computed_anew": [PASS],
     "samples_that_are_looked_over": [PASS],
+    "seeded_by_the_step": [PASS],
+    "dropout_of_nothing": [],
+    "frozen_by_its_method": [],
 }
 WRONG_MODES = {
+    "seeded_in_each_step": (
+        "seeded_again",
+        4,
+        "1 dropout layer in training mode, and the random state is the same before each of 4 steps",
+    ),
+    "frozen_by_an_attribute": (
+        "not_frozen",
+        1,
+        "requires_grad is set to False on body, whose parameters are trained",
+    ),
     "loaded_in_eval_mode": (
         "training_mode",
         1,
@@ -268,6 +322,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 def test_nothing_is_said_against_modes_that_are_meant(found: Found, name: str) -> None:
     assert degrees(found[name], "training_mode") == MODE_OF[name]
     assert SUSPICION not in degrees(found[name], "evaluation_mode")
+
+
+def test_a_seed_for_each_step_and_a_part_that_is_frozen_are_not_suspected(found: Found) -> None:
+    assert degrees(found["seeded_by_the_step"], "seeded_again") == [PASS]
+    for name in ("dropout_of_nothing", "frozen_by_its_method", "healthy"):
+        for id in ("seeded_again", "not_frozen"):
+            assert SUSPICION not in degrees(found[name], id), name
 
 
 def test_an_evaluation_in_eval_mode_is_a_pass(found: Found) -> None:

@@ -269,6 +269,68 @@ def a_mean_of_padding_too():
 def a_mean_without_padding():
     return pooled(lambda x, mask: (x * mask).sum(1) / mask.sum(1))
 
+def padded(tokens, side, last):
+    rows = torch.where(torch.arange(T) < torch.tensor([5, 12, 9, 7])[:, None], tokens % (V - 1) + 1, 0)
+    return rows.flip(1) if side == "left" else rows
+
+def of_rows(net, side="right"):
+    rows = padded(text[:, :-1], side, 0)
+    return fit(net, lambda net: F.cross_entropy(net(rows), rows[:, 6] % 3))
+
+class Bag(nn.Module):
+    # No mask is given: it is read off the tokens, or forgotten.
+    def __init__(self, leaves_out):
+        super().__init__()
+        self.embed, self.head, self.leaves_out = nn.Embedding(V, 16), nn.Linear(16, 3), leaves_out
+
+    def forward(self, tokens):
+        is_token = (tokens != 0) | (not self.leaves_out)
+        made = torch.tanh(self.embed(tokens)) * is_token[..., None]
+        return self.head(made.sum(1) / is_token.sum(1, keepdim=True))
+
+def a_bag_that_leaves_padding_out():
+    return of_rows(Bag(True))
+
+def a_bag_with_its_padding():
+    return of_rows(Bag(False))
+
+class Places(nn.Module):
+    # Positions are counted from the first token of a row, or from its padding.
+    def __init__(self, from_token):
+        super().__init__()
+        self.embed, self.place, self.head = nn.Embedding(V, 16), nn.Embedding(T, 16), nn.Linear(16, 3)
+        self.from_token = from_token
+
+    def forward(self, tokens):
+        is_token = tokens != 0
+        place = (is_token.cumsum(1) - 1).clamp(min=0) if self.from_token else torch.arange(tokens.shape[1])
+        made = torch.tanh(self.embed(tokens) + self.place(place)) * is_token[..., None]
+        return self.head(made.sum(1))
+
+def positions_of_tokens():
+    return of_rows(Places(True), "left")
+
+def positions_of_columns():
+    return of_rows(Places(False), "left")
+
+class Channels(nn.Module):
+    # Logits are (B, V, T), as cross_entropy takes them.
+    def __init__(self, *pad):
+        super().__init__()
+        self.embed, self.of, self.pad = nn.Embedding(V, 16), nn.Conv1d(16, V, 3), pad
+
+    def forward(self, tokens):
+        return self.of(F.pad(self.embed(tokens).transpose(1, 2), self.pad))
+
+def channels(*pad):
+    return fit(Channels(*pad), lambda net: F.cross_entropy(net(text[:, :-1]), text[:, 1:]))
+
+def channels_of_the_past():
+    return channels(2, 0)
+
+def channels_of_both_sides():
+    return channels(1, 1)
+
 class Drops(nn.Module):
     def __init__(self, always):
         super().__init__()
@@ -309,6 +371,8 @@ def a_hook_of_the_script():
     net.register_forward_hook(lambda module, given, made: say(called=len(made)))
     return batches(net, lambda net, x: net(x))
 
+"""
+FIRST = """
 for function in (attention, attention_to_all, a_convolution, a_convolution_that_is_centred, a_mean_over_the_row,
                  attention_by_keywords, a_model_that_is_never_called, a_classifier, padding_is_masked,
                  padding_is_not_masked, documents_of_their_own, documents_that_see_each_other,
@@ -318,6 +382,12 @@ for function in (attention, attention_to_all, a_convolution, a_convolution_that_
                  time_first_of_as_many_rows, a_mean_of_padding_too,
                  a_mean_without_padding, dropout_that_never_ends, dropout_in_training,
                  a_model_that_draws_and_counts, a_hook_of_the_script):
+    print(json.dumps({"name": function.__name__}))
+    save(function())
+"""
+SECOND = """
+for function in (a_bag_that_leaves_padding_out, a_bag_with_its_padding, positions_of_tokens, positions_of_columns,
+                 channels_of_the_past, channels_of_both_sides):
     print(json.dumps({"name": function.__name__}))
     save(function())
 """
@@ -374,6 +444,55 @@ def a_teacher_one_position_behind():
 def a_teacher_that_drops():
     return taught(drop=0.2)
 
+def written_out(part):
+    def loss(s, t):
+        s, t = part(s, t)
+        return (t.exp() * (t - s)).sum(-1).mean()
+    return taught(loss=loss)
+
+def a_divergence_written_out():
+    return written_out(lambda s, t: (s[:, :-1], t[:, :-1]))
+
+def a_divergence_written_out_one_position_behind():
+    return written_out(lambda s, t: (s[:, 1:], t[:, :-1]))
+
+def with_special_tokens(first):
+    torch.manual_seed(1)
+    student, teacher = Reads(V), Reads(V + 4).requires_grad_(False)
+    return fit(student, lambda net: F.kl_div(
+        F.log_softmax(net(input_ids=text)["logits"], -1),
+        F.softmax(teacher(input_ids=text + 4)["logits"][..., first:first + V], -1), reduction="batchmean"))
+
+def special_tokens_are_cut_off():
+    return with_special_tokens(4)
+
+def special_tokens_are_left():
+    return with_special_tokens(0)
+
+def both(detach):
+    torch.manual_seed(1)
+    pair = nn.ModuleList([Reads(V), Reads(V)])
+    def loss(pair):
+        s, t = (net(input_ids=text)["logits"] for net in pair)
+        t = t.detach() if detach else t
+        return F.kl_div(F.log_softmax(s, -1), F.log_softmax(t, -1), reduction="batchmean", log_target=True)
+    return fit(pair, loss)
+
+def a_teacher_that_learns():
+    return both(False)
+
+def a_teacher_that_is_held_by_the_optimizer():
+    return both(True)
+
+def two_passes_of_one_model():
+    # R-Drop: both sides of the divergence are one model's.
+    net = Reads(V, drop=0.3)
+    def loss(net):
+        one, two = (F.log_softmax(net(input_ids=text)["logits"], -1) for _ in range(2))
+        return F.kl_div(one, two, reduction="batchmean", log_target=True) + F.nll_loss(
+            one.flatten(0, 1), text.flatten())
+    return fit(net, loss)
+
 def a_divergence_of_two_logarithms():
     return taught(loss=lambda s, t: F.kl_div(s, t, reduction="batchmean"))
 
@@ -413,7 +532,10 @@ def a_teacher_that_is_sharpened():
 def a_student_without_the_temperature():
     return at_temperatures(1.0, 3.0)
 
-for function in (a_teacher_without_the_temperature, a_teacher_that_is_sharpened,
+for function in (a_divergence_written_out, a_divergence_written_out_one_position_behind,
+                 special_tokens_are_cut_off, special_tokens_are_left,
+                 a_teacher_that_learns, a_teacher_that_is_held_by_the_optimizer, two_passes_of_one_model,
+                 a_teacher_without_the_temperature, a_teacher_that_is_sharpened,
                  a_student_without_the_temperature, a_teacher,
                  a_teacher_without_the_last_position, a_teacher_one_position_ahead,
                  a_teacher_one_position_behind, a_teacher_that_drops, a_divergence_of_two_logarithms,
@@ -433,9 +555,9 @@ EXPECTED = {
     "a_model_that_is_never_called": {"questions": (UNKNOWN, "no call of the model was seen")},
     "a_classifier": {"eval_is_random": (PASS, "the same outputs")},
     # What is trained to fill gaps may see what comes after them.
-    "padding_is_masked": {"padding_seen": (PASS, "change no other outputs"), "causality": None},
+    "padding_is_masked": {"padding_seen": (PASS, "the same outputs"), "causality": None},
     "padding_is_not_masked": {
-        "padding_seen": (SUSPICION, "at padded positions change"),
+        "padding_seen": (SUSPICION, "3 positions of padding has other outputs"),
         "causality": None,
     },
     "documents_of_their_own": {"documents_mixed": (PASS, ""), "causality": (PASS, "")},
@@ -454,8 +576,14 @@ EXPECTED = {
     "rows_that_share_a_scale": {"rows_mixed": (PASS, "")},
     "two_kinds_of_negatives": {"rows_mixed": (PASS, "")},
     "time_first_of_as_many_rows": {"rows_mixed": None},
-    "a_mean_of_padding_too": {"padding_seen": (SUSPICION, "at padded positions change")},
+    "a_mean_of_padding_too": {"padding_seen": (SUSPICION, "reads the padding")},
     "a_mean_without_padding": {"padding_seen": (PASS, "")},
+    "a_bag_that_leaves_padding_out": {"padding_seen": (PASS, "the same outputs")},
+    "a_bag_with_its_padding": {"padding_seen": (SUSPICION, "6 positions of padding")},
+    "positions_of_tokens": {"padding_seen": (PASS, "the same outputs")},
+    "positions_of_columns": {"padding_seen": (SUSPICION, "counts its positions")},
+    "channels_of_the_past": {"causality": (PASS, "changes no logits before it")},
+    "channels_of_both_sides": {"causality": (SUSPICION, "changes logits before it")},
     "dropout_that_never_ends": {"eval_is_random": (SUSPICION, "dropout is still active")},
     "dropout_in_training": {"eval_is_random": (PASS, "")},
     "a_model_that_draws_and_counts": {
@@ -467,6 +595,20 @@ EXPECTED = {
         "teacher_mode": (PASS, ""),
         "divergence_temperature": (PASS, ""),
     },
+    "a_divergence_written_out": {"teacher_alignment": (PASS, "")},
+    "a_divergence_written_out_one_position_behind": {
+        "teacher_alignment": (SUSPICION, "1 position before")
+    },
+    "special_tokens_are_cut_off": {"teacher_alignment": (PASS, "")},
+    "special_tokens_are_left": {
+        "teacher_alignment": (SUSPICION, "meets id i + 0 of the teacher's 27 in the divergence")
+    },
+    "a_teacher_that_learns": {"teacher_trained": (SUSPICION, "from parameters of two models")},
+    "a_teacher_that_is_held_by_the_optimizer": {
+        "teacher_trained": None,
+        "no_gradient": (SUSPICION, "had no gradient"),
+    },
+    "two_passes_of_one_model": {"teacher_trained": None, "label_shift": (SUSPICION, "not shifted")},
     "a_teacher_without_the_last_position": {"teacher_alignment": (PASS, "")},
     "a_teacher_one_position_ahead": {"teacher_alignment": (SUSPICION, "1 position after")},
     "a_teacher_one_position_behind": {"teacher_alignment": (SUSPICION, "1 position before")},
@@ -490,7 +632,11 @@ EXPECTED = {
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """Equal to the byte with and without it: weights, statistics of the norm, random numbers, modes, output."""
     found: Found = {}
-    for name, script in (("questions", SCRIPT), ("teachers", DISTILLED)):
+    for name, script in (
+        ("questions", SCRIPT + FIRST),
+        ("padding", SCRIPT + SECOND),
+        ("teachers", DISTILLED),
+    ):
         ran = watched_once(tmp_path_factory, name, script, forked=True)
         names = [line for line in ran.stdout.splitlines() if '"name"' in line]
         found |= outcomes(dataclasses.replace(ran, stdout="\n".join(names)))

@@ -272,8 +272,10 @@ def test_every_surface_lists_all_identities_with_what_is_wrong_first_and_what_to
     assert done.returncode == 1 and "settings" not in done.stderr
     head, *lines = done.stdout.splitlines()
     assert head.startswith("1 contradiction, 1 suspicion, ") and "1 fact, 1 pass" in head
-    heads = [line for line in lines if not line.startswith(" ")]
+    rest = " ".join(lines[next(at for at, line in enumerate(lines) if "not judged" in line) :])
+    heads = [line for line in lines if line[0] in "x!?-+" and "not judged" not in line]
     names = {line.split()[2].rstrip(":") for line in heads}
+    names |= set("".join(rest.partition(": ")[2].split()).split(","))
     assert names == {row.id for row in IDENTITIES} | {"of_another_version"}
     assert heads[0] == "x CONTRADICTION kept_gradients: nothing zeroed them (step 2)"
     assert (

@@ -160,6 +160,17 @@ def a_gan_that_accumulates():
         optimizers[0].step()
     return nn.ModuleList([generator, judge])
 
+def zeroed_in_front_of_each_pass():
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    for number in range(12):
+        for x, y in loader(1):
+            net.zero_grad()
+            mse(net, x, y).div(3).backward()
+        if number % 3 == 2:
+            optimizer.step()
+    return net
+
 def sam_that_accumulates():
     net = nn.Linear(8, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -215,6 +226,7 @@ tell(a_rest_that_goes_on, a_trainer_that_counts_anew, zeroed_in_front_of_each_ep
      one_epoch_that_ends_within_a_window, windows_that_fit,
      the_last_window_is_stepped, the_last_window_is_divided_by_its_own_number,
      windows_that_go_on_over_epochs, one_pass_each, a_window_that_grows, zeroed_in_place,
+     zeroed_in_front_of_each_pass,
      a_gan_that_accumulates, sam_that_accumulates, steps_that_a_scaler_leaves_out, two_optimizers_of_one_loss,
      sparse_gradients,
      # It ends with the process.
@@ -238,6 +250,7 @@ WRONG = {
         2,
         4,
     ),
+    "zeroed_in_front_of_each_pass": ("takes the gradients of 1 of 3 backward passes", 1, 3),
     "a_trainer_that_counts_anew": ("took the gradients of 4 backward passes", 1, 3),
     "zeroed_in_front_of_each_epoch": ("of 2 backward passes before step", 2, 4),
     "a_trainer_that_forgets_the_rest": ("of 2 backward passes before step", 2, 3),

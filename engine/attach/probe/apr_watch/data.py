@@ -41,6 +41,9 @@ class Pass:
         self.of = weakref.ref(iterator)
         self.began = id(iterator._sampler_iter)
         self.sampler_id, self.data = id(sampler), data_of(iterator._dataset)
+        self.data_id = id(iterator._dataset)
+        self.parent_id = id(getattr(iterator._dataset, "__dict__", {}).get("dataset"))
+        """Id of the data set of which the pass reads a subset; that of None if it reads a whole one."""
         self.previous, self.is_again = previous, False
         """`previous`: previous pass over the data. `is_again`: this pass reuses the previous one's iterator with its
         workers."""

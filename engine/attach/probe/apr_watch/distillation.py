@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import Any
 
 from .coverage import is_padding, runs_at_end
-from .graph import first, saved, scalar, source, weight
+from .graph import below, first, head, saved, scalar, source, weight
 from .parameters import FACT, PASS, SUSPICION, Line
 
 _MAX_POSITIONS, _MAX_ELEMENTS = 64, 1 << 20
@@ -35,6 +35,8 @@ _APART = 1e-6
 _FIRST_JUDGED_STEP = 3
 """First step at which equality of teacher and student is reported: a teacher that is a copy of the initial student
 differs once the student has been trained."""
+_NEAR = 6
+"""Maximum number of nodes between a product and the softmax of one of its factors."""
 _SUMS_TO_1 = 1e-2
 """Maximum deviation of a sum of 16-bit probabilities from 1."""
 _DIFFERENCES = ("SubBackward0", "NegBackward0")
@@ -45,10 +47,19 @@ class Divergence:
     """A divergence between the student's softmax, which is trained, and probabilities without a gradient."""
 
     def __init__(
-        self, torch: Any, softmax: Any, teacher: Any, way: list[Any], is_mixed: bool, is_exp: bool
+        self,
+        torch: Any,
+        softmax: Any,
+        teacher: Any,
+        way: list[Any],
+        is_mixed: bool,
+        is_exp: bool,
+        student: Any,
+        begin: int,
     ) -> None:
         """Read a divergence. `softmax`: node of the student's softmax; `is_exp`: the loss takes the exponential of its
-        result; `way`: nodes from the divergence to the root of the backward pass."""
+        result; `way`: nodes from the divergence to the root of the backward pass; `student`: the softmax's result at
+        the positions in the divergence, which begin at position `begin` of it."""
         self._torch = torch
         self._is_mixed, self._is_exp = is_mixed, is_exp
         self._is_forward = type(softmax).__name__ == "LogSoftmaxBackward0" and not is_exp
@@ -58,7 +69,8 @@ class Divergence:
         temperature = _temperature(softmax)
         self.temperature = temperature or 1.0
         self.knows_temperature = temperature is not None
-        self.start = _start(softmax)
+        start = _start(softmax)
+        self.start = None if start is None else start + begin
         """First position of the student's logits in the divergence; None if positions were selected by index or
         mask."""
         self._first = teacher.detach().reshape(-1, self.vocabulary)[:_ALIGNED].clone()
@@ -75,7 +87,7 @@ class Divergence:
         self._shape = (0, 0)
         """Number of rows, and number of positions of each row in the divergence; known if `padding` is."""
         self._is_masked = any(map(_selects, way))
-        self.numbers = self._compare(teacher, saved(softmax, "result"))
+        self.numbers = self._compare(teacher, student)
 
     def sample(self) -> Any:
         """Return the teacher's probabilities at the first positions, (R, V). Synchronises with the device."""
@@ -277,12 +289,13 @@ def _start(softmax: Any) -> int | None:
     )
 
 
-class SoftmaxOverPositions(Divergence):
-    """A divergence whose student softmax is over the positions instead of the classes that its matmul computes."""
+class Misuse(Divergence):
+    """A divergence that is certainly wrong by its graph, with the verdict on it."""
 
-    def __init__(self, torch: Any, size: int, classes: int) -> None:
-        self._sizes, self.start, self.numbers = (size, classes), None, torch.zeros(1)
-        self.padding = None
+    def __init__(self, torch: Any, id: str, text: str) -> None:
+        self._line: Line = (id, SUSPICION, text, {})
+        self.positions = 0
+        self.start, self.numbers, self.padding = None, torch.zeros(1), None
 
     def sample(self) -> Any:
         return None
@@ -291,10 +304,7 @@ class SoftmaxOverPositions(Divergence):
         self, counts: list[float], others: list[float], step: int, padding: list[list[int]]
     ) -> list[Line]:
         """Return the verdict."""
-        text = "the softmax in the divergence is over {} positions, not over the {} classes".format(
-            *self._sizes
-        )
-        return [("divergence_axis", SUSPICION, text, {})]
+        return [self._line]
 
 
 def _gives_classes_last(softmax: Any) -> bool:
@@ -338,44 +348,85 @@ def divergence_at(torch: Any, node: Any, way: list[Any]) -> Divergence | None:
     factors = [
         tensor for tensor in (saved(node, "self"), saved(node, "other")) if tensor is not None
     ]
-    # If autograd saved both factors, both have gradients, so that none is a teacher's.
+    # If autograd saved both factors, both have gradients, so that none is a frozen teacher's.
+    if len(factors) == 2 and _has_two_models(node):
+        text = "both sides of the divergence get gradients, from parameters of two models"
+        return Misuse(torch, "teacher_trained", text)
     if len(factors) != 1 or factors[0].dim() < 2 or factors[0].requires_grad:
         return None
-    softmax, is_mixed, is_exp = _softmax_below(node)
+    softmax, is_mixed, is_exp, selections = _softmax_below(node)
     if softmax is None:
         return None
-    result = saved(softmax, "result")
+    result, begin = _at_positions(saved(softmax, "result"), selections)
     if result is None or result.numel() != factors[0].numel():
         return None
     axis = int(softmax._saved_dim)
     axis -= (1 << 64) * (axis >= 1 << 63)
     if axis % result.dim() != result.dim() - 1:
         if axis % result.dim() and _gives_classes_last(softmax):
-            return SoftmaxOverPositions(torch, result.shape[axis], result.shape[-1])
+            size, classes = result.shape[axis], result.shape[-1]
+            text = f"the softmax in the divergence is over {size} positions, not over the {classes} classes"
+            return Misuse(torch, "divergence_axis", text)
         return None
     if result.device != factors[0].device or result.shape[-1] != factors[0].shape[-1]:
         return None
-    return Divergence(torch, softmax, factors[0], way, is_mixed, is_exp)
+    return Divergence(torch, softmax, factors[0], way, is_mixed, is_exp, result, begin)
 
 
-def _softmax_below(node: Any) -> tuple[Any, bool, bool]:
+def _at_positions(result: Any, selections: list[Any]) -> tuple[Any, int]:
+    """Return a softmax's result at the positions that slices select, and the first of these; None if the positions are
+    selected otherwise."""
+    begin = 0
+    for selection in reversed(selections if result is not None else []):
+        if type(selection).__name__ != "SliceBackward0" or selection._saved_dim >= result.dim():
+            return None, 0
+        start, length = int(selection._saved_start or 0), result.shape[selection._saved_dim]
+        end = min(length, int(selection._saved_end))
+        # Autograd returns a negative end as an unsigned 64-bit integer.
+        if selection._saved_end >= 1 << 63:
+            end = length + int(selection._saved_end) - (1 << 64)
+        if start >= 1 << 63 or selection._saved_step != 1:
+            return None, 0
+        result = result.narrow(selection._saved_dim, start, max(0, end - start))
+        begin += start if selection._saved_dim == 1 else 0
+    return result, begin
+
+
+def _has_two_models(node: Any) -> bool:
+    """Return whether a product is one of a softmax and of a logarithm of another model's softmax, both trained."""
+    heads: set[int] = set()
+    kinds: set[str] = set()
+    for child, _ in node.next_functions:
+        for softmax, way in below([child]):
+            if len(way) > _NEAR:
+                break
+            if type(softmax).__name__ in ("SoftmaxBackward0", "LogSoftmaxBackward0"):
+                kinds.add(type(softmax).__name__)
+                heads.add(head(softmax))
+    return len(heads - {0}) > 1 and "LogSoftmaxBackward0" in kinds
+
+
+def _softmax_below(node: Any) -> tuple[Any, bool, bool, list[Any]]:
     """Return the student's softmax node that a factor of a product is computed from, whether its probabilities are
-    mixed with probabilities without a gradient, and whether the exponential of its logarithm is taken."""
-    input_node, _ = source(node)
+    mixed with probabilities without a gradient, whether the exponential of its logarithm is taken, and the nodes that
+    select some of its positions."""
+    input_node, selections = source(node)
     is_mixed = is_exp = False
     if type(input_node).__name__ == "ExpBackward0":
-        is_exp, (input_node, _) = True, source(input_node)
+        is_exp, (input_node, more) = True, source(input_node)
+        selections = selections + more
         if type(input_node).__name__ != "LogSoftmaxBackward0":
-            return None, False, False
+            return None, False, False, []
     for _ in range(6):
         kind = type(input_node).__name__
         if kind in ("LogSoftmaxBackward0", "SoftmaxBackward0"):
-            return input_node, is_mixed, is_exp
+            return input_node, is_mixed, is_exp, selections
         is_mixed = is_mixed or kind in ("LogsumexpBackward0", "LogaddexpBackward0")
         trained = [
             child for child, _ in getattr(input_node, "next_functions", ()) if child is not None
         ]
         if kind not in _DIFFERENCES + _MIXTURES * is_mixed or len(trained) != 1:
-            return None, False, False
-        input_node = trained[0]
-    return None, False, False
+            return None, False, False, []
+        input_node, more = source(input_node)
+        selections = selections + more
+    return None, False, False, []

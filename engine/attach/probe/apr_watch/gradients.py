@@ -106,6 +106,8 @@ class Chain:
         return [("kept_gradients", PASS, text, {})]
 
 
+_DIVIDED = 2
+"""Number of such steps from which they are reported."""
 _MAX_WATCHED = 4
 """Number of parameters of an optimizer whose gradients are checked at every backward pass."""
 _SETTLED = 3
@@ -134,6 +136,8 @@ class Windows:
         """Whether an epoch has ended since the last step."""
         self._counts: Counter[int] = Counter()
         self._steps = 0
+        self._divided = 0
+        """Number of steps that zeroed gradients of losses which were divided by the number of all passes."""
         self._long = 0
         """Number of passes of the previous step if it exceeded a window; else 0."""
 
@@ -186,8 +190,9 @@ class Windows:
         usual, times = max(self._counts.items(), key=lambda one: one[1], default=(0, 0))
         return usual if times >= _SETTLED and 2 * times >= self._steps else 0
 
-    def step(self, torch: Any, optimizer: Any, number: int) -> list[Line]:
-        """Return the verdict before the optimizer's `number`-th step."""
+    def step(self, torch: Any, optimizer: Any, number: int, divisor: int) -> list[Line]:
+        """Return the verdict before the optimizer's `number`-th step. `divisor`: number by which each loss of the step
+        was divided; 0 if unknown."""
         passes, removed, are_taken = self._passes, self._removed, self._are_taken
         has_ended, long = self._has_ended, self._long
         is_first = not self._watched
@@ -201,6 +206,13 @@ class Windows:
             return []
         usual, name = self._usual, type(optimizer).__name__
         self._steps += 1
+        if removed and not are_taken and divisor == passes + removed:
+            self._divided += 1
+            text = (
+                f"step {number} of {name} takes the gradients of {passes} of {divisor} backward passes, each of a loss "
+                f"divided by {divisor}: the others were zeroed"
+            )
+            return [_cut(text, passes, divisor)] if self._divided >= _DIVIDED else []
         self._counts[passes] += not removed and not are_taken
         if usual == 1 and passes == 1 and not removed:
             if self._counts[1] == self._steps == _WHOLE:

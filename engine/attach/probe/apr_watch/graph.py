@@ -132,3 +132,10 @@ def scalar(node: Any) -> float:
         if tensor is not None and tensor.dim() == 0 and tensor.is_cpu:
             return float(tensor)
     return 1.0
+
+
+def head(node: Any) -> int:
+    """Return the id of the parameter nearest to a loss; 0 if none is near."""
+    leaves = (one for one, _ in below([node]) if type(one).__name__ == "AccumulateGrad")
+    leaf = next(leaves, None)
+    return 0 if leaf is None else id(leaf.variable)

@@ -1,8 +1,9 @@
 """Check whether evaluations read training samples, by a hash of some elements of each row of a batch.
 
 A pass over a data loader is an evaluation if no backward pass follows its batches, and for one of its batches gradients
-are disabled or the model is in eval mode. A pass that ends after the first batch of the training data is left out. With
-random augmentation, a sample counts as a different one each time.
+are disabled or the model is in eval mode. Left out are passes before the training, passes over the training loader
+itself in training mode (as in `update_bn`), and those that end after the first batch of the training data. With random
+augmentation, a sample counts as a different one each time.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ _MAX_SECONDS = 1.0
 class HeldOut:
     """Hashes of training rows and of evaluated rows, from all data loaders of the process."""
 
-    def __init__(self, torch: Any, is_evaluating: Callable[[], bool]) -> None:
+    def __init__(self, torch: Any, is_evaluating: Callable[[bool], bool]) -> None:
         self._torch, self._is_evaluating = torch, is_evaluating
         self._left_s = _MAX_SECONDS
         self.batches = self._hashed = 0
         """`batches`: number of training batches; `_hashed`: number of those whose rows were hashed."""
         self._trained: set[int] = set()
-        self._trained_data: Any = None
-        """Key of the most recent training data (`data.data_of`)."""
+        self._training: Pass | None = None
+        """Most recent pass that was trained on."""
         self._latest: Pass | None = None
         self._evaluations: list[Pass] = []
         """Evaluations since the last backward pass."""
@@ -45,7 +46,7 @@ class HeldOut:
         """Forget the training rows and return the last verdict: another training may begin, as in cross validation."""
         self._leave()
         lines = self.judge()
-        self._trained = set()
+        self._trained, self._training = set(), None
         self.batches = self._hashed = 0
         return lines
 
@@ -67,7 +68,7 @@ class HeldOut:
         """Record that a backward pass begins; return the verdict on the evaluations before it."""
         loader_pass = self._latest
         if loader_pass is not None:
-            self._trained_data = loader_pass.data
+            self._training = loader_pass
             if loader_pass.rows:
                 self._trained |= loader_pass.rows
                 loader_pass.rows = set()
@@ -85,7 +86,8 @@ class HeldOut:
     def _check_evaluation(self) -> None:
         loader_pass = self._latest
         if loader_pass is not None and not loader_pass.feeds and not loader_pass.is_evaluated:
-            loader_pass.is_evaluated = self._is_evaluating()
+            # `update_bn` goes over the training loader without gradients, in training mode.
+            loader_pass.is_evaluated = self._is_evaluating(self._is_training_loader(loader_pass))
 
     def _leave(self) -> None:
         loader_pass, self._latest = self._latest, None
@@ -96,17 +98,23 @@ class HeldOut:
             or not loader_pass.rows
         ):
             return
-        if (
-            loader_pass.has_ended
-            or loader_pass.batches > 1
-            or loader_pass.data != self._trained_data
+        is_short = loader_pass.batches == 1 and not loader_pass.has_ended
+        if self._training is not None and not (
+            is_short and loader_pass.data == self._training.data
         ):
             self._evaluations.append(loader_pass)
+
+    def _is_training_loader(self, loader_pass: Pass) -> bool:
+        return self._training is not None and loader_pass.sampler_id == self._training.sampler_id
 
     def judge(self) -> list[Line]:
         """Return the verdict on the evaluations that have ended since the last call."""
         counts = [
             (len(loader_pass.rows & self._trained), len(loader_pass.rows))
+            for loader_pass in self._evaluations
+        ]
+        are_parents = [
+            self._training is not None and loader_pass.data_id == self._training.parent_id
             for loader_pass in self._evaluations
         ]
         self._evaluations = []
@@ -129,6 +137,10 @@ class HeldOut:
         if not all(is_shared):
             # Many scripts evaluate on training data too, on purpose.
             return [("held_out", FACT, f"{text}, and those of another evaluation had not", numbers)]
+        if all(are_parents):
+            # A script may score all samples to choose those that it trains on.
+            text += ": it read the data set of which a subset is trained on"
+            return [("held_out", FACT, text, numbers)]
         return [("held_out", SUSPICION, text, numbers)]
 
 

@@ -48,7 +48,7 @@ from .parameters import (
     Search,
     held_by,
 )
-from .pitfalls import Classes, Pitfalls, Terms
+from .pitfalls import Classes, Pitfalls
 from .questions import ASKED_STEPS, Budget, Questions
 from .ranks import Ranks
 from .sampled import Rates, SampledStep, is_plain
@@ -168,10 +168,11 @@ class Identities:
         self._search.forget()
         self._held_out.asked_for(iterator)
 
-    def _is_evaluating(self) -> bool:
-        """Return whether gradients are off or a trained model is in eval mode."""
+    def _is_evaluating(self, by_mode_alone: bool) -> bool:
+        """Return whether a trained model is in eval mode, or, unless `by_mode_alone`, gradients are off."""
         models = [state.modes for state in self._states.values()]
-        return not self._torch.is_grad_enabled() or any(modes.are_in_eval for modes in models)
+        is_off = not by_mode_alone and not self._torch.is_grad_enabled()
+        return is_off or any(modes.are_in_eval for modes in models)
 
     def indices_drawn(self, iterator: Any, index: Any) -> None:
         """Record the indices that the sampler drew for a batch. With workers the batch is yielded later."""
@@ -245,7 +246,7 @@ class Identities:
                 text = self._tokenizers if is_new else None
                 with self._torch.no_grad():
                     self._losses += losses_of(self._torch, nodes, embeddings, text)
-                    self._pitfalls.append(Pitfalls(self._torch, nodes, tensors))
+                    self._pitfalls.append(Pitfalls(self._torch, nodes))
         else:
             self._reached.not_read()
         if self._any_sampled_next:
@@ -459,7 +460,7 @@ class Identities:
             windows.leave()
         self._stepped.append(state)
         if windows.is_open:
-            self._report(windows.step(self._torch, optimizer, state.steps))
+            self._report(windows.step(self._torch, optimizer, state.steps, self.scaling.divisor))
 
     def _exclusive_ids(self, optimizer: Any) -> set[int]:
         """Return the ids of the parameters that only this optimizer should write."""
@@ -480,11 +481,6 @@ class Identities:
         if labels:
             sampled.judge_later(
                 lambda tensors: state.classes.add(*tensors[0].tolist()), {0: labels[0]}
-            )
-        terms = [pitfalls.terms for pitfalls in self._pitfalls if pitfalls.terms is not None]
-        if terms:
-            sampled.judge_later(
-                lambda tensors: state.terms.add(*tensors[0].tolist()), {0: terms[0]}
             )
         judge_losses(sampled, self._losses)
         # With sharding, the forward pass uses other tensors than the optimizer.
@@ -530,7 +526,6 @@ class _OptimizerState:
         self.steps = 0
         self.chain = Chain(torch)
         self.classes = Classes()
-        self.terms = Terms()
         self.asked = 0
         """Step that is sampled because a loss was not finite; 0 if there is none."""
         self.movement: Movement | None = None

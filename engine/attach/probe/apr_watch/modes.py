@@ -25,6 +25,8 @@ from .parameters import (
     parameters_of,
 )
 
+_SEEDED_STEPS = 4
+"""Number of checked steps whose random states are compared."""
 _IN_A_ROW = 2
 """Number of consecutive batches evaluated in training mode from which this is reported."""
 
@@ -69,8 +71,18 @@ class _NearbyModules:
         self._holds: dict[int, bool] = {}
         self.mode_dependent: dict[int, _ModeDependent] = {}
         self.holders: dict[int, weakref.ref[Any]] = {}
+        self.not_frozen: list[Line] = []
+        """Verdict on modules that the script set `requires_grad = False` on, which freezes nothing."""
         for top in modules.tops(parameters):
             self._collect(top, "", True)
+        names = [
+            modules.path(module)[1] or type(module).__name__
+            for module in modules.every
+            if vars(module).get("requires_grad") is False and self._holds_any(module)
+        ]
+        if names:
+            text = f"requires_grad is set to False on {listed(names)}, whose parameters are trained nevertheless"
+            self.not_frozen = [("not_frozen", SUSPICION, text, {"modules": len(names)})]
 
     def _holds_any(self, module: Any) -> bool:
         """Return whether a module or one of its descendants has a trained parameter."""
@@ -112,6 +124,8 @@ class Modes:
         self._mode_dependent: list[_ModeDependent] | None = None
         self._holders: list[Any] = []
         self._was_training = False
+        self._lines: list[Line] = []
+        self._random_states: list[int] = []
 
     def check(self, torch: Any, optimizer: Any, search: Search) -> list[Line]:
         """Return the verdict before a step, while the gradients exist."""
@@ -124,13 +138,15 @@ class Modes:
                 [*near.mode_dependent.values()],
                 [*near.holders.values()],
             )
+            self._lines = near.not_frozen
+        lines, self._lines = self._lines, []
         living = [
             (dependent, module)
             for dependent in self._mode_dependent
             if (module := dependent.module()) is not None
         ]
         if not living:
-            return []
+            return lines
         in_eval = [dependent for dependent, module in living if not _is_training(module)]
         name = type(optimizer).__name__
         numbers = {"modules": len(living), "eval": len(in_eval)}
@@ -139,13 +155,36 @@ class Modes:
             self._was_training = True
             text = f"{name} trains {_counts_text(in_training)} in training mode"
             text += f", {len(in_eval)} in eval mode" if in_eval else ""
-            return [("training_mode", PASS, text, numbers)]
+            lines += self._check_random_state(torch, optimizer, in_training)
+            return [*lines, ("training_mode", PASS, text, numbers)]
         since = ", which they were not before" if self._was_training else ""
         self._was_training = False
         text = f"{name} steps a model with {_counts_text(in_eval)} in eval mode{since}: {_names_text(in_eval)}"
         # If other modules are in training mode, the script has set these to eval mode on purpose.
         chosen = any(_is_training(holder) for ref in self._holders if (holder := ref()) is not None)
-        return [("training_mode", FACT if chosen else SUSPICION, text, numbers)]
+        return [*lines, ("training_mode", FACT if chosen else SUSPICION, text, numbers)]
+
+    def _check_random_state(
+        self, torch: Any, optimizer: Any, in_training: list[_ModeDependent]
+    ) -> list[Line]:
+        """Judge whether dropout draws new numbers: the random state before a step differs from those before earlier
+        steps, unless the script seeds again in each step."""
+        device = held_by(optimizer)[0].device
+        if device.type not in ("cpu", "cuda") or all(one.kind != _DROPOUT for one in in_training):
+            return []
+        state = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+        self._random_states.append(hash(bytes(state.tolist())))
+        if len(self._random_states) < _SEEDED_STEPS:
+            return []
+        if len({*self._random_states}) == len(self._random_states):
+            return [("seeded_again", PASS, "the random state differs from step to step", {})]
+        if len({*self._random_states}) > 1:
+            return []
+        text = (
+            f"{_counts_text(in_training)} in training mode, and the random state is the same before each of "
+            f"{len(self._random_states)} steps: dropout repeats its mask"
+        )
+        return [("seeded_again", SUSPICION, text, {})]
 
     def left_training_mode(self) -> bool:
         """Return whether all mode-dependent modules have left training mode since the last check."""

@@ -291,7 +291,10 @@ class Movement:
     def _zero_gradients(
         self, name: str, number: int, trained: list[Any], zero: list[Any]
     ) -> list[Line]:
-        """Return the verdict on gradients that have been exactly 0 at all sampled steps."""
+        """Return the verdict on gradients that have been exactly 0 at all sampled steps. A bias alone is not reported:
+        its gradient cancels where a loss only has differences of outputs, as in a Wasserstein GAN."""
+        if zero and not any(rows.is_matrix for rows in zero):
+            return []
         if self._knows_zeros or not trained or number < _EACH or (zero and number < _ZEROS):
             return []
         self._knows_zeros = True

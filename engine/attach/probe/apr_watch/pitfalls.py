@@ -1,11 +1,10 @@
 """Find mistakes in the graph nodes next to a loss: predictions and targets that broadcast to (N, N), logits bounded by
-an activation, batches with labels of one class, and terms of the loss without a gradient."""
+an activation, and batches with labels of one class."""
 
 # Shapes: N predictions
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from .graph import CROSS_ENTROPIES, POINTWISE, labels_of, saved, source
@@ -28,11 +27,6 @@ _POINTWISE_NODES = {
     )
 }
 """Nodes that are pointwise, reduce or reshape, as in a loss written by hand."""
-_ROUNDINGS = 64
-"""Maximum difference between a loss and the sum of its terms that counts as rounding, in units of the loss's last
-place."""
-_MAX_DEPTH = 16
-"""Maximum number of sum and factor nodes between a loss and a term."""
 _BINARY = "BinaryCrossEntropyWithLogitsBackward0"
 
 
@@ -41,16 +35,19 @@ class Classes:
 
     def __init__(self) -> None:
         self._in_a_row = 0
-        self._labels = 0
+        self._classes: set[int] = set()
+        """Classes of these batches: always the same one is a convention, as in contrastive losses."""
 
     def add(self, lowest: int, highest: int, labels: int) -> list[Line]:
         """Return the verdict on the labels of a step."""
         if labels < _MIN_LABELS:
             return []
-        self._in_a_row = self._in_a_row + 1 if lowest == highest else 0
-        if not self._in_a_row:
+        if lowest == highest:
+            self._in_a_row, self._classes = self._in_a_row + 1, {*self._classes, lowest}
+        else:
+            self._in_a_row, self._classes = 0, set()
             return [("one_class", PASS, f"{labels} labels of a batch are of several classes", {})]
-        if self._in_a_row < _IN_A_ROW:
+        if self._in_a_row < _IN_A_ROW or len(self._classes) < 2:
             return []
         text = (
             f"each of the last {self._in_a_row} sampled batches has labels of one class: all {labels} of the last one "
@@ -59,35 +56,11 @@ class Classes:
         return [("one_class", SUSPICION, text, {"labels": labels, "class": lowest})]
 
 
-class Terms:
-    """Check of whether one optimizer's losses have a term without a gradient whose value changes between steps."""
-
-    def __init__(self) -> None:
-        self._previous: float | None = None
-
-    def add(self, loss: float, trained: float, rounding: float) -> list[Line]:
-        """Return the verdict on a loss. `trained`: sum of its terms with a gradient."""
-        untrained, previous = loss - trained, self._previous
-        if not math.isfinite(untrained):
-            return []
-        self._previous = untrained
-        if abs(untrained) <= rounding:
-            return [("untrained_term", PASS, "all terms of the loss have a gradient", {})]
-        # A constant term has no gradient by design.
-        if previous is None or abs(untrained - previous) <= rounding:
-            return []
-        text = f"of a loss of {loss:.4g} only {trained:.4g} has a gradient: a term of {untrained:.4g} trains nothing"
-        return [("untrained_term", SUSPICION, text, {"loss": loss, "trained": trained})]
-
-
 class Pitfalls:
     """Verdicts from the nodes of one backward pass."""
 
-    def __init__(self, torch: Any, nodes: list[Any], tensors: list[Any]) -> None:
+    def __init__(self, torch: Any, nodes: list[Any]) -> None:
         self.lines: list[Line] = []
-        self.terms = _terms(torch, tensors[0]) if len(tensors) == 1 else None
-        """On the device: the loss, the sum of its terms with a gradient, and the rounding tolerance; None if
-        unknown."""
         self.labels: Any = None
         """Lowest label, highest label and number of labels of a cross entropy, on the device."""
         for node, way in nodes:
@@ -159,53 +132,6 @@ class Pitfalls:
     def _add(self, *line: Any) -> None:
         if line[:2] not in [one[:2] for one in self.lines]:
             self.lines.append(line)
-
-
-def _terms(torch: Any, loss: Any) -> Any:
-    """Return a loss, the sum of its terms with a gradient, and the rounding tolerance; None unless all these terms are
-    cross entropies."""
-    root = getattr(loss, "grad_fn", None)
-    trained = None if root is None or loss.dim() else _value(torch, root, 0)
-    if trained is None:
-        return None
-    values = torch.stack([loss.detach().double(), trained])
-    rounding = _ROUNDINGS * torch.finfo(loss.dtype).eps * values.abs().sum()
-    return torch.cat([values, rounding[None]])
-
-
-def _value(torch: Any, node: Any, depth: int) -> Any:
-    """Return the sum of the terms with a gradient below a node, computed from sums, factors and cross entropies; None
-    if there are other nodes."""
-    kind = type(node).__name__
-    children = [child for child, _ in node.next_functions]
-    if kind in CROSS_ENTROPIES:
-        logs, (targets, ignored) = saved(node, "self"), labels_of(node)
-        reduction = {1: "mean", 2: "sum"}.get(int(node._saved_reduction))
-        if logs is None or targets is None or reduction is None or node._saved_weight is not None:
-            return None
-        if torch.finfo(logs.dtype).bits < 32:
-            return None
-        nll = torch.nn.functional.nll_loss
-        return nll(logs, targets, ignore_index=ignored, reduction=reduction).double()
-    if depth > _MAX_DEPTH or kind not in (
-        "AddBackward0",
-        "SubBackward0",
-        "MulBackward0",
-        "DivBackward0",
-    ):
-        return None
-    if kind in ("AddBackward0", "SubBackward0"):
-        values = [0.0 if child is None else _value(torch, child, depth + 1) for child in children]
-        if any(child is None for child in values) or type(node._saved_alpha) not in (int, float):
-            return None
-        return values[0] + values[1] * (node._saved_alpha if kind[0] == "A" else -node._saved_alpha)
-    # A product of two trained values is not a sum of terms.
-    trained = [index for index, child in enumerate(children) if child is not None]
-    value = _value(torch, children[trained[0]], depth + 1) if len(trained) == 1 else None
-    factor = saved(node, "self" if trained == [1] else "other")
-    if value is None or factor is None or factor.dim():
-        return None
-    return value * factor.double() if kind[0] == "M" else value / factor.double()
 
 
 def _is_pointwise(way: list[Any]) -> bool:

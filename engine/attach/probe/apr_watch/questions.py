@@ -4,8 +4,7 @@
     rows swapped                  outputs are swapped, too
     second row replaced           outputs of the first row stay nearly the same
     a token replaced              earlier outputs of a model that is trained on next tokens stay the same
-    embeddings of padding         outputs at other positions stay the same (token ids stay: a model may detect padding
-                                  by them)
+    a row's padding cut off       outputs of the row's other positions stay the same
     first document replaced       outputs of the other documents of a packed row stay the same
 
 The arguments of one call during the script's step are kept, at most two rows of them, and the call is repeated after
@@ -52,6 +51,8 @@ _SAME_ROW, _OTHER_ROW = 0.02, 0.05
 they were computed from. Second: how much larger the distance to every other output must be."""
 _OUTPUTS, _MAX_ELEMENTS = 24, 1 << 24
 """Maximum number of positions of a teacher's output that are kept, and maximum number of their elements."""
+_MIN_RUN = 4
+"""Minimum number of equal tokens at the end of a row that may be padding."""
 _MASKS = {"attention_mask": False, "src_key_padding_mask": True, "key_padding_mask": True}
 """Names of mask arguments, each with the mask value that marks padding."""
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
@@ -178,11 +179,33 @@ class _Call:
         return next(iter(tokens.items()), None)
 
     def padding(self, tokens_BT: Any) -> Any:
-        """Return a mask of the padding, (B, T), from a mask among the arguments; all False if there is none."""
+        """Return a mask of the padding, (B, T), from a mask among the arguments, or from runs of one token; all False
+        if there is none."""
         for name, marks in _MASKS.items():
             if _is_like(mask := self._named(name), tokens_BT):
                 return mask.bool() if marks else ~mask.bool()
-        return self._torch.zeros_like(tokens_BT, dtype=self._torch.bool)
+        at_end_BT = _padding_at_end(tokens_BT)
+        return at_end_BT if at_end_BT.any() else _padding_at_end(tokens_BT.flip(1)).flip(1)
+
+    def cut(self, row: int, begin: int, end: int, length: int) -> Any:
+        """Return the arguments for one row and the positions from `begin` to `end` of `length`; None if a tensor has
+        positions on another axis than the second."""
+        is_cut = [True]
+
+        def changed(value: Any) -> Any:
+            if not isinstance(value, self._torch.Tensor):
+                return value
+            is_rows, has_positions = (
+                value.shape[:1] == (min(2, self.rows),),
+                value.shape[1:2] == (length,),
+            )
+            if value.shape.count(length) != (is_rows and has_positions):
+                is_cut.append(False)
+            value = value[row : row + 1] if is_rows else value
+            return value[:, begin:end] if is_rows and has_positions else value
+
+        arguments = _mapped(self.arguments, changed)
+        return arguments if all(is_cut) else None
 
     def positions(self, tokens_BT: Any) -> Any:
         """Return the `position_ids` argument, (B, T); None if there is none."""
@@ -442,52 +465,39 @@ class Questions:
     def _ask_padding(
         self, call: _Call, base: list[Any], tokens_BT: Any, padding_BT: Any
     ) -> list[Line]:
-        """Change the embeddings at padding. Token ids stay: a model may detect padding by them."""
-        torch = self._torch
-        # Outputs with one value per token, or one per row as of a classifier.
-        of_tokens = [
-            index for index, output in enumerate(base) if output.shape[:2] == tokens_BT.shape
-        ]
-        of_rows = [
-            index
-            for index, output in enumerate(base)
-            if output.shape[:1] == tokens_BT.shape[:1] and output.dim() <= 2
-        ]
-        index = next(iter([*of_tokens, *of_rows]), None)
-        if index is None or not padding_BT.any() or padding_BT.all():
+        """Cut the padding off the row that has the most."""
+        row = int(padding_BT.sum(1).argmax())
+        kept = (~padding_BT[row]).nonzero().flatten().tolist()
+        if not padding_BT.any() or not kept:
             return []
-        changed = []
-
-        def replace(_module: Any, inputs: Any, embeddings: Any) -> Any:
-            if not (
-                inputs and _is_like(inputs[0], tokens_BT) and torch.equal(inputs[0], tokens_BT)
-            ):
-                return None
-            changed.append(True)
-            first_B1 = (~padding_BT).long().argmax(1, keepdim=True)[..., None]
-            return torch.where(
-                padding_BT[..., None], embeddings.take_along_dim(first_B1, 1).roll(1, 2), embeddings
-            )
-
-        hooks = [
-            module.register_forward_hook(replace)
-            for module in call.model.modules()
-            if isinstance(module, torch.nn.Embedding)
-        ]
+        begin, end = kept[0], kept[-1] + 1
+        arguments = call.cut(row, begin, end, tokens_BT.shape[1])
+        if len(kept) < end - begin or arguments is None:
+            return []
         try:
-            outputs = call.run()
-        finally:
-            for hook in hooks:
-                hook.remove()
-        if not changed:
+            outputs = call.run(arguments)
+        except Exception:  # noqa: BLE001  a model may need rows of one length
             return []
-        apart = _change_by_position(torch, outputs[index], base[index])
-        if index in of_tokens:
-            apart = apart[~padding_BT]
-        largest = float(apart.max())
-        wrong = f"other embeddings at padded positions change the outputs of the others, by up to {largest:.3g}"
-        right = "other embeddings at padded positions change no other outputs"
-        return _verdict("padding_seen", largest, call.limits(base[index]), wrong, right)
+        largest: list[tuple[float, Any]] = []
+        for output, cut_output in zip(base, outputs, strict=False):
+            # Outputs with one value per token, or one per row as of a classifier.
+            if output.shape[:2] == tokens_BT.shape:
+                expected = output[row : row + 1, begin:end]
+            elif output.dim() in (1, 2) and len(output) == len(tokens_BT):
+                expected = output[row : row + 1]
+            else:
+                continue
+            if cut_output.shape == expected.shape:
+                largest.append((_largest_change(self._torch, cut_output, expected), output))
+        if not largest:
+            return []
+        apart, output = largest[0]
+        wrong = (
+            f"a row without its {tokens_BT.shape[1] - len(kept)} positions of padding has other outputs, by up to "
+            f"{apart:.3g}: the model reads the padding, or counts its positions"
+        )
+        right = "a row without its padding has the same outputs"
+        return _verdict("padding_seen", apart, call.limits(output), wrong, right)
 
     def _ask_causality(
         self, call: _Call, logits_BTV: Any, losses: list[Loss | Divergence]
@@ -558,14 +568,17 @@ class Questions:
         divergences = [loss for loss in losses if isinstance(loss, Divergence)]
         students = [one.tokens() for id_, one in calls.items() if id_ not in self._teachers]
         teacher_tokens = call.tokens()
-        are_shared = teacher_tokens is not None and any(
-            tokens is not None
-            and tokens[1].shape == teacher_tokens[1].shape
-            and torch.equal(tokens[1], teacher_tokens[1])
+        # Ids of two vocabularies may differ by a constant, as where one begins with special tokens.
+        differences = [
+            teacher_tokens[1] - tokens[1]
             for tokens in students
-        )
-        if divergences and teacher_tokens is not None and are_shared:
-            lines += self._align(divergences[0], call, teacher_tokens[1].shape[1])
+            if tokens is not None
+            and teacher_tokens is not None
+            and tokens[1].shape == teacher_tokens[1].shape
+        ]
+        shared = [ids for ids in differences if bool((ids == ids[0, 0]).all())]
+        if divergences and shared:
+            lines += self._align(divergences[0], call, shared[0].shape[1], int(shared[0][0, 0]))
         contexts = [Untouched(torch, call.model, call.modes, seed) for seed in (1, 2)]
         outputs, repeated = (call.run(context=context) for context in contexts)
         if not outputs or not all(output.isfinite().all() for output in outputs):
@@ -576,8 +589,9 @@ class Questions:
         text = f"{name}, which no optimizer trains, gives the same outputs for the same input"
         return [*lines, ("teacher_mode", PASS, text, {})]
 
-    def _align(self, divergence: Divergence, call: _Call, length: int) -> list[Line]:
-        """Compare the teacher's probabilities in the loss with the teacher's output at shifted positions and ids."""
+    def _align(self, divergence: Divergence, call: _Call, length: int, offset: int) -> list[Line]:
+        """Compare the teacher's probabilities in the loss with the teacher's output at shifted positions and ids.
+        `offset`: by how much the teacher's ids of the tokens are larger than the student's."""
         sample_RV, start, rows = divergence.sample(), divergence.start, call.output
         width, remainder = divmod(divergence.positions, call.rows)
         if start is None or rows is None or remainder or not length - 4 < width <= length:
@@ -587,7 +601,7 @@ class Questions:
         temperature = divergence.temperature
         pairs: dict[tuple[int, int], tuple[Any, Any]] = {}
         for shift in (-2, -1, 0, 1, 2):
-            for first_id in sorted({0, cut}) if cut >= 0 else []:
+            for first_id in sorted({0, cut, min(max(0, offset), cut)}) if cut >= 0 else []:
                 at_R = place_R + shift
                 kept_R = (at_R >= 0) & (at_R < known)
                 logits_RV = rows[0, at_R[kept_R].to(rows.device)][
@@ -603,7 +617,8 @@ class Questions:
             return []
         best = min(distances, key=lambda pair_key: distances[pair_key])
         if distances[best] > _SAME_ROW and divergence.knows_temperature:
-            return _other_temperature(temperature, *pairs[0, 0]) if (0, 0) in pairs else []
+            pair = pairs.get((0, offset))
+            return [] if pair is None else _other_temperature(temperature, *pair)
         others = [distance for pair_key, distance in distances.items() if pair_key != best]
         if distances[best] > _SAME_ROW or min(others, default=1.0) < distances[best] + _OTHER_ROW:
             return []
@@ -613,10 +628,10 @@ class Questions:
             direction = f"{abs(shift)} position{'s' * (abs(shift) > 1)} {'after' if shift > 0 else 'before'}"
             text = f"the teacher's logits are those {direction} the student's in the divergence"
             return [("teacher_alignment", SUSPICION, text, numbers)]
-        if first_id:
+        if first_id != offset:
             text = (
-                f"the teacher's vocabulary of {rows.shape[2]} is cut to the student's {ids} at its beginning: id i of "
-                f"the student meets id i + {first_id} of the teacher"
+                f"id i of the student meets id i + {first_id} of the teacher's {rows.shape[2]} in the divergence, but "
+                f"their inputs have ids that are {offset} apart"
             )
             return [("teacher_alignment", SUSPICION, text, numbers)]
         text = "positions and ids of the teacher are those of the student"
@@ -721,16 +736,31 @@ def _fits(torch: Any, outputs: list[Any]) -> bool:
     return bool(2 * sum(output.numel() * output.element_size() for output in outputs) <= free)
 
 
+def _padding_at_end(tokens_BT: Any) -> Any:
+    """Return a mask of the padding, (B, T): runs of one token at the end of the rows, of different lengths and at least
+    `_MIN_RUN`, if the token is nowhere else. The first token of a run may be the end of the text, which is kept."""
+    last_B = tokens_BT[:, -1]
+    runs_BT = (tokens_BT == last_B[:, None]).flip(1).long().cumprod(1).flip(1)
+    runs_B = runs_BT.sum(1)
+    token = last_B[runs_B.argmax()]
+    run_BT = runs_BT.bool() & (last_B == token)[:, None]
+    is_padding = (
+        int(runs_B.max()) >= _MIN_RUN
+        and int(runs_B.min()) < int(runs_B.max()) < tokens_BT.shape[1]
+        and bool((run_BT == (tokens_BT == token)).all())
+    )
+    return (run_BT & run_BT.roll(1, 1)) & is_padding
+
+
 def _is_like(value: Any, tokens_BT: Any) -> bool:
     return bool(getattr(value, "shape", None) == tokens_BT.shape)
 
 
 def _logits_for(found: list[Any], tokens_BT: Any) -> Any:
-    """Return the first output with shape (B, T, V); None if there is none."""
-    return next(
-        (output for output in found if output.dim() == 3 and output.shape[:2] == tokens_BT.shape),
-        None,
-    )
+    """Return the first output with shape (B, T, V), or else (B, V, T), as (B, T, V); None if there is none."""
+    tables = [output for output in found if output.dim() == 3]
+    tables += [output.transpose(1, 2) for output in tables]
+    return next((table for table in tables if table.shape[:2] == tokens_BT.shape), None)
 
 
 def _parts(output: Any) -> Any:

@@ -66,6 +66,8 @@ class Scaling:
         """Number of consecutive sampled steps with the same verdict on summed losses."""
         self._is_sampled = False
         """Whether the autograd graph is read at this step (`identities.py`)."""
+        self.divisor = 0
+        """Whole number by which each loss of the newest sampled step was divided; 0 if there is none."""
         self.optimizer_created()
 
     def optimizer_created(self) -> None:
@@ -121,6 +123,9 @@ class Scaling:
         """Return the verdicts before step `number` of an optimizer."""
         self._stepped.add(id(optimizer))
         name = type(optimizer).__name__
+        products = {0.0 if one is None else math.prod(one[0]) for one in self._divisions}
+        product = products.pop() if len(products) == 1 else 0.0
+        self.divisor = round(1 / product) if 1e-6 < product <= 1 else 0
         lines = [*self._clipping(name, number), *self._short_window(name, number)]
         if self._is_sampled:
             lines += [*self._accumulation(name), *self._loss_scale()]

@@ -65,7 +65,7 @@ class Rates:
         """Return the verdict at the end of a training: pass for each schedule whose length equals its calls."""
         lengths, self.lengths = self.lengths, []
         for name, calls, length in lengths:
-            if length == self.steps > 1 and 0 < 2 * calls <= length:
+            if length == self.steps > 1 and 2 * calls <= length:
                 text = f"{name} is made for {length} calls, as many as there were steps, and had {calls} before the end"
                 return [("schedule", SUSPICION, text, {"calls": calls, "steps": length})]
         return []

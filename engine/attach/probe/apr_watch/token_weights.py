@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from .graph import below, saved
+from .graph import head, saved
 from .losses import targets_of
 from .parameters import FACT, PASS, SUSPICION, Line
 from .sampled import SampledStep
@@ -83,7 +83,7 @@ class Pass:
                 self.drop()
                 return
             self._hooked_losses.append(_HookedLoss(torch, node))
-            self.heads.add(_head(node))
+            self.heads.add(head(node))
             self.is_by_row |= any(_is_by_row(other) for other in way)
 
     def drop(self) -> None:
@@ -251,10 +251,3 @@ def _is_by_row(node: Any) -> bool:
     if type(node).__name__ not in _REDUCED:
         return False
     return len(getattr(node, "_saved_self_sym_sizes", (0, 0))) > 1
-
-
-def _head(node: Any) -> int:
-    """Return the id of the parameter nearest to a loss; 0 if none is near."""
-    leaves = (one for one, _ in below([node]) if type(one).__name__ == "AccumulateGrad")
-    leaf = next(leaves, None)
-    return 0 if leaf is None else id(leaf.variable)
