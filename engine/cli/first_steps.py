@@ -157,7 +157,7 @@ def _shortened(spec: RunSpec, folder: Path, text_bytes: int | None) -> RunSpec:
     )
     checks = ChecksSection(enabled=has_check, skip=skip, on_fail="report", every=-1)
     return dataclasses.replace(
-        spec.unheard,
+        spec.without_receivers,
         run=dataclasses.replace(spec.run, name="run", out=str(folder)),
         data=data,
         train=dataclasses.replace(spec.train, stop_after=STEPS),

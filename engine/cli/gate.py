@@ -62,10 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
     subject = _subject(arguments)
 
     from engine.export.gate.gate import verdict_of
-    from engine.export.gate.run import ask_gates
+    from engine.export.gate.run import run_gates
 
     gates = []
-    for gate in ask_gates(subject, only):
+    for gate in run_gates(subject, only):
         gates.append(gate)
         if not arguments.json:
             put(f"{gate.level:7} {gate.id:8} {gate.reason}", flush=True)

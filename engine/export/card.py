@@ -2,7 +2,7 @@
 
 A figure appears in the card only if it is in the run's receipt, or in an evaluation of exactly these weights
 whose file is in the same folder. The card states what was not measured. If evidence was missing at publication, the
-card begins with that.
+card begins with a list of it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def card_text(card: Card) -> str:
 
 
 def _front_matter(card: Card) -> list[str]:
-    """Quote a string as JSON, which is valid YAML."""
+    """Return the front matter. Its strings are quoted as JSON, which is valid YAML."""
     names = [*card.base_models, *(base.name for base in card.bases if base.on_hub)]
     tags = ["knowledge-distillation"] + (["unevaluated"] if card.proof.missing else [])
     lines = [
@@ -111,7 +111,7 @@ def _summary(card: Card) -> list[str]:
     config = card.config
     shape = (
         f"{config['num_hidden_layers']} layers, {config['hidden_size']:,} wide, "
-        f"{config['vocab_size']:,} ids, {config['max_position_embeddings']:,} positions"
+        f"{config['vocab_size']:,} tokens, {config['max_position_embeddings']:,} positions"
     )
     return [
         f"A {config['model_type']} model of {format_count(card.parameters)} parameters ({shape}), "
@@ -132,7 +132,7 @@ def _metrics(card: Card) -> list[str]:
             )
     if not rows:
         return ["None: nothing was measured."]
-    head = ("on", "of", "metric", "value [95 %]", "source")
+    head = ("data", "model", "metric", "value [95 %]", "source")
     return [*_table(head, rows), "", *_details(card.proof.evaluations)]
 
 
@@ -204,7 +204,7 @@ def _training_lines(card: Card) -> list[str]:
     passed = sum(verdict.level == Level.PASS for verdict in proof.verdicts.values())
     if proof.verdicts:
         lines.append(
-            f"- {passed} lines of the receipt were compared with the run's folder and match"
+            f"- {passed} lines of the receipt were compared with the run's folder and agree with it"
         )
     lines += [f"- not verified: {reason}" for reason in unknown]
     lines.append(f"- replay of the run (`engine verify`): {proof.replay}")
@@ -219,14 +219,14 @@ def _bases(card: Card) -> list[str]:
         licence = base.licence_name or base.licence or "unknown"
         lines.append(f"- {base.words}: licence {licence} ({base.why}){sha256}")
     if not card.bases:
-        lines.append("- none: the weights were made new")
+        lines.append("- none: the weights were freshly initialised")
     identifier = card.licence.name or card.licence.identifier
     lines += ["", f"Licence of this model: **{identifier}** ({card.licence.why})."]
     if card.licence.identifier == "unknown":
         lines.append("The terms of use are unknown: ask before you use it.")
     elif not any(name.startswith("LICENSE") for name, _ in card.files):
         lines.append(
-            "Its text is not in this folder: none of the base models had it in its folder."
+            "The licence's text is not in this folder: no base model has it in its folder."
         )
     return lines
 
@@ -257,13 +257,13 @@ def _verification(card: Card) -> list[str]:
     return [
         *_table(("check", "verdict", "result"), rows),
         "",
-        f"After `{verification.prompt!r}` it goes on, greedily, with:",
+        f"Greedy continuation of `{verification.prompt!r}`:",
         "",
         "```",
         *verification.text.replace("```", "'''").splitlines(),
         "```",
         "",
-        "The same again: `engine publish --verify THIS_FOLDER`.",
+        "To verify it again: `engine publish --verify THIS_FOLDER`.",
     ]
 
 

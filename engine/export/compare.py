@@ -47,7 +47,7 @@ class Difference(NamedTuple):
         return self.gap <= FLOAT_TOLERANCE
 
     def __str__(self) -> str:
-        size_text = "a tie" if self.tie else f"{self.gap:.2g} of the logits' size apart"
+        size_text = "a tie" if self.tie else f"{self.gap:.2g} RMS of the logits apart"
         return f"step {self.step + 1}: token {self.theirs} instead of {self.ours}, {size_text}"
 
 
@@ -98,7 +98,7 @@ def _compare_floats(
     if problem := _other_ids(answer, reference):
         return Level.FAIL, problem
     if _other_shapes(answer, reference):
-        sizes = f"{answer.logits[0].shape[1]:,} ids, expected {reference.logits[0].shape[1]:,}"
+        sizes = f"{answer.logits[0].shape[1]:,} logits, expected {reference.logits[0].shape[1]:,}"
         return Level.FAIL, sizes
     relative = distance(reference.logits, answer.logits)
     steps = len(reference.tokens[0])
@@ -113,16 +113,16 @@ def _compare_floats(
         ties += [difference] if difference is not None else []
     # The comparison is written so that NaN fails.
     if not relative <= FLOAT_TOLERANCE:
-        return Level.FAIL, f"logits {relative:.2g} of their size apart, at most {FLOAT_TOLERANCE:g}"
+        return Level.FAIL, f"logits {relative:.2g} RMS apart, expected at most {FLOAT_TOLERANCE:g}"
     if ties:
-        text = f"{len(ties)} of {len(reference.rows)} texts differ from a tie on: {ties[0]}"
+        text = f"{len(ties)} of {len(reference.rows)} continuations differ after a tie: {ties[0]}"
         return Level.UNKNOWN, text
     if answer.text != reference.text:
         problem = next(a for a, b in zip(answer.text, reference.text, strict=True) if a != b)
-        return Level.FAIL, f"the same tokens are other text: {problem[:60]!r}"
+        return Level.FAIL, f"the same tokens are decoded to other text: {problem[:60]!r}"
     return Level.PASS, (
-        f"the same ids, {steps} greedy tokens and text of {len(reference.rows)} prompts; "
-        f"logits {relative:.1e} of their size apart"
+        f"the same token ids, {steps} greedy tokens and text of {len(reference.rows)} prompts; "
+        f"logits {relative:.1e} RMS apart"
     )
 
 
@@ -135,7 +135,7 @@ def _other_ids(answer: Answered, reference: Answered) -> str:
             )
             near = slice(max(0, position - 2), position + 6)
             return (
-                f"text {index + 1}, token {position + 1} of {len(ours)}: {theirs[near]} there and {ours[near]} here: "
+                f"text {index + 1}, token {position + 1} of {len(ours)}: expected {ours[near]}, found {theirs[near]}: "
                 "another tokenizer"
             )
     return ""
@@ -143,18 +143,18 @@ def _other_ids(answer: Answered, reference: Answered) -> str:
 
 # contract: publication-v1
 def within(
-    id_: str, answer: Answered | Absent | Crashed, reference: Answered, limit: float, than: str
+    id_: str, answer: Answered | Absent | Crashed, reference: Answered, limit: float, origin: str
 ) -> Outcome:
     """Judge an implementation that computes from quantised weights: its KL from the reference must be at most `limit`
-    nats."""
+    nats. `origin` names the reference in the result."""
     if not isinstance(answer, Answered):
         return _no_answer(id_, answer)
     if _other_shapes(answer, reference):
-        return answered(id_, Level.FAIL, f"{answer.version}: another number of ids")
+        return answered(id_, Level.FAIL, f"{answer.version}: another vocabulary size")
     if problem := _other_ids(answer, reference):
         return answered(id_, Level.FAIL, f"{answer.version}: {problem}")
     kl, agreement = divergence(reference.logits, answer.logits)
-    text = f"{answer.version}: KL {kl:.2g} from {than}, top-1 {agreement:.1%}; noise of the type {limit:.2g}"
+    text = f"{answer.version}: KL {kl:.2g} from {origin}, same top token {agreement:.1%}; limit {limit:.2g}"
     level = Level.PASS if kl <= limit else Level.FAIL
     return answered(id_, level, text, kl=kl, limit=limit, top1_agreement=agreement)
 

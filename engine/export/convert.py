@@ -161,12 +161,14 @@ def convert(
     started_s = time.monotonic()
     device = torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError("device: cuda — expected a GPU, found none", hint="cpu does the same")
+        raise UsageError(
+            "device: cuda — expected a GPU, found none", hint="cpu gives the same result"
+        )
     source, target = Path(source), Path(target)
     format_ = format_of(target, format_)
     if target.exists() or target.is_symlink():
         raise WeightsError.expected(
-            "target", target, "a path where nothing is yet", "something", hint="choose another name"
+            "target", target, "a new path", "an existing one", hint="choose another name"
         )
     if is_adapter(folder := source):
         with tempfile.TemporaryDirectory(prefix=".merged-", dir=target.absolute().parent) as parent:

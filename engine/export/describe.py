@@ -22,7 +22,7 @@ from engine.terminal import aligned
 from engine.units import format_bytes, format_count
 
 Description = dict[str, Any]
-"""Version of the structure that `engine inspect --json` prints."""
+"""The object that `engine inspect --json` prints, without its schema."""
 
 
 def describe(path: str | Path, *, tensors: bool = False) -> Description:
@@ -182,7 +182,7 @@ def _shape_text(config: Mapping[str, Any]) -> str:
         ("intermediate_size", "feed-forward"),
         ("num_attention_heads", "heads"),
         ("num_key_value_heads", "key/value heads"),
-        ("head_dim", "each"),
+        ("head_dim", "dimensions per head"),
         ("max_position_embeddings", "positions"),
     )
     texts = [f"{config[key]:,} {word}" for key, word in words if isinstance(config.get(key), int)]

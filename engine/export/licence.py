@@ -141,7 +141,7 @@ def _licence_of(path: Path) -> tuple[str | None, str | None, str]:
     """Return a licence's identifier, its name if the identifier is `other`, and where it was read or why there is
     none."""
     if not path.exists():
-        return None, None, "it is not where the run found it"
+        return None, None, "it is no longer at the path that the run read"
     if path.is_dir():
         readme = path / _README
         if not readme.is_file():

@@ -52,16 +52,16 @@ def check_manifest(folder: Path) -> Verdict:
     present = {name: entry for name, entry in digest_files(folder).items() if _is_ours(name)}
     for name, entry in sorted(files.items()):
         if name not in present:
-            return Verdict(Level.FAIL, f"{name} is lost")
+            return Verdict(Level.FAIL, f"{name} is missing")
         if present[name]["bytes"] != entry["bytes"]:
             sizes = f"{present[name]['bytes']:,} bytes, expected {entry['bytes']:,}"
             return Verdict(Level.FAIL, f"{name} has {sizes}")
         if present[name]["sha256"] != entry["sha256"]:
             return Verdict(Level.FAIL, f"{name} has other content than when it was published")
     if added := sorted(present.keys() - files.keys()):
-        return Verdict(Level.UNKNOWN, f"{', '.join(added[:3])}: added since it was published")
+        return Verdict(Level.UNKNOWN, f"{', '.join(added[:3])}: added after publication")
     total = sum(int(entry["bytes"]) for entry in files.values())
-    return Verdict(Level.PASS, f"{len(files)} files, {total:,} bytes, as they were published")
+    return Verdict(Level.PASS, f"{len(files)} files, {total:,} bytes, unchanged since publication")
 
 
 def _is_ours(name: str) -> bool:

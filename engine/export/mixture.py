@@ -5,16 +5,20 @@
     bf16      BF16                                              F32; BF16 in safetensors
     q8_0      Q8_0                                              F32
     q6_k      Q6_K                                              F32
-    q4_k_m    Q4_K, with more bits where an error costs more:   F32
-              Q6_K for the head (the embedding, if it is tied), and for v and down in the first and
-              last eighth of the layers and every third between; for the other v of a model of 80 layers,
-              which eight query heads share, and for q, k and v where they are one tensor
+    q4_k_m    Q4_K; Q6_K where an error costs more              F32
+
+q4_k_m has Q6_K for these matrices:
+
+    - the head, which is the embedding if it is tied
+    - v and down in the first and the last eighth of the layers, and in every third layer between
+    - v in all layers of a model of 80 layers, where eight query heads share it
+    - q, k and v of a family whose files have them as one tensor
 
 This is llama.cpp's mixture, with Q6_K instead of Q5_K. If the row length is not a multiple of 256, Q5_0 replaces
 Q4_K and Q8_0 replaces Q6_K, as in llama.cpp.
 
 An .apr file has only Q4_K and Q6_K; rows whose length is not a multiple of 256 stay F32 there. Safetensors have no
-block types. A quant whose types the format lacks is refused.
+block types. A quant is refused if the format lacks its types.
 
 No torch.
 """

@@ -3,11 +3,11 @@
     evidence    collect the run's evidence (`engine.export.required_evidence`); if some is missing, nothing is written
     copy        the student's files, each compared with the receipt's hash as it is copied
     convert     the .apr and the GGUF file, from the copy
-    verify      load it in three independent ways (`engine.export.published`), from the files that are shipped
+    verify      load the copy in three implementations (`engine.export.published`)
     card        README.md with the metrics and the verification; MANIFEST.json last
-    rename      the complete folder appears under its name; nothing is overwritten
+    rename      the complete folder gets its final name; nothing is overwritten
 
-The run's receipt and spec are copied unchanged, including the names of folders in them.
+The run's receipt and spec are copied unchanged, with the paths that they contain.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from engine.export.required_evidence import (
     Proof,
     examine,
     file_sha256,
-    refuse_missing,
+    require_evidence,
 )
 from engine.files import read_json_object
 from engine.formats.adapter import is_adapter
@@ -105,13 +105,13 @@ def publish(
     verifying = f"; engine verify {shlex.quote(str(run.path))}"
     say(f"replay of the run: {proof.replay}{verifying if proof.outcome is None else ''}")
     if not wanted.unevaluated:
-        refuse_missing(proof)
+        require_evidence(proof)
     if wanted.folder.exists() or wanted.folder.is_symlink():
         raise BadInput.expected(
             "publish",
             wanted.folder,
-            "a path where nothing is yet",
-            "something",
+            "a new path",
+            "an existing one",
             hint="choose another name, or remove it",
         )
     with new_folder(wanted.folder) as partial:
@@ -146,7 +146,7 @@ def _write(
     for name, licensed in licence_files(bases, licence).items():
         assert licensed.licence_file is not None
         shutil.copyfile(licensed.licence_file, partial / name)
-        files.append((name, f"of {licensed.words}"))
+        files.append((name, f"licence of {licensed.words}"))
     origin = {"name": wanted.name, "license": licence.identifier}
     if wanted.licence is None and licence.identifier == "unknown":
         del origin["license"]
@@ -204,7 +204,7 @@ def _copy_student(proof: Proof, partial: Path) -> Files:
         recorded = hashes.get(path.name)
         if recorded is not None and file_sha256(partial / path.name) != recorded["sha256"]:
             raise BadInput.expected(
-                "student", path, f"sha256 {recorded['sha256'][:16]}, as the receipt says", "others"
+                "student", path, f"sha256 {recorded['sha256'][:16]}, as in the receipt", "another"
             )
         files.append((path.name, descriptions.get(path.name, "weights")))
     return files
@@ -214,9 +214,9 @@ def _copy_evidence(proof: Proof, partial: Path, files: Files) -> list[str | None
     """Copy receipts, spec and evaluations; return the file of each evaluation."""
     for path, name, description in (
         (proof.run.receipt, RECEIPT, "what the run really did"),
-        (proof.run.spec, "spec.toml", "what was asked for"),
+        (proof.run.spec, "spec.toml", "the settings as written by the user"),
         (proof.run.effective, "effective.json", "every setting after defaults"),
-        (proof.outcome, OUTCOME, "outcome of training it again, by `engine verify`"),
+        (proof.outcome, OUTCOME, "result of training it again with `engine verify`"),
     ):
         if path is not None and path.is_file():
             shutil.copyfile(path, partial / name)
@@ -245,7 +245,7 @@ def _copy_evidence(proof: Proof, partial: Path, files: Files) -> list[str | None
 def _describe_types(converted: Converted) -> str:
     """Describe the types of a file's tensors. If no tensor has the type that the file is named after, say why."""
     types = ", ".join(f"{count} {kind}" for kind, count in converted.tensors.items())
-    text = f"{types}; {converted.bits_per_weight:.2f} bits a weight"
+    text = f"{types}; {converted.bits_per_weight:.2f} bits per weight"
     matrix = QUANTS[converted.quant]
     return text if matrix in converted.tensors else f"{text}; no row fills a block of {matrix}"
 
@@ -257,11 +257,11 @@ def _verify_folder(partial: Path, files: Files, say: Say) -> Verification:
     if verification.verdict.level == Level.FAIL:
         failed = [outcome for outcome in verification.outcomes if outcome.level == "fail"]
         raise VerificationFailed(
-            "verification: expected the same answers every way, found"
+            "verification: expected the same outputs from every implementation, found"
             + "".join(f"\n  {outcome.id}: {outcome.verdict}" for outcome in failed),
             hint="nothing was published; --gguf none or --apr none leave a file out",
         )
     text = json.dumps(verification.as_dict(), indent=2) + "\n"
     (partial / VERIFICATION).write_text(text, encoding="utf-8")
-    files.append((VERIFICATION, "how it was loaded and what came of it"))
+    files.append((VERIFICATION, "result of loading it in each implementation"))
     return verification

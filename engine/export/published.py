@@ -4,7 +4,7 @@
     engine         this engine on the safetensors: the reference; same tokens with and without a KV cache
     gguf           this engine on the GGUF: within its block type's noise of the reference
     transformers   the folder through AutoModel and AutoTokenizer: same token ids, greedy tokens, text and logits
-    llama float    llama.cpp on the same weights in F32, in a temporary file: the same
+    llama float    llama.cpp on the same weights in F32, in a temporary file: the same as for transformers
     llama gguf     llama.cpp on the shipped GGUF: within its block type's noise of this engine on it
 
 Greedy tokens are compared for 50 steps after each of some prompts, or for as many as the model has positions.
@@ -95,7 +95,7 @@ class _Request:
             kind,
             path,
             self.scratch,
-            # llama.cpp splits text into words by its own patterns.
+            # llama.cpp splits text into pre-tokens by its own patterns, so it gets the short texts only.
             texts=PROMPTS if kind == "llama" else TEXTS,
             prompts=self.prompts if steps is None else self.prompts[:1],
             steps=self.steps if steps is None else steps,

@@ -2,13 +2,13 @@
 
     completed     the end of the run in its log, and the receipt that is written with it
     verified      every line of the receipt that can be compared with the folder (`engine.receipts.receipt`)
-    the student   its files have the receipt's hashes, and the log has the receipt's
+    the student   its files have the hashes in the receipt, and the receipt has the hash in the log
     replayed      the outcome of `engine verify`, if the run was verified: a failure counts as missing
     evaluated     a held-out loss of the student, from the run or from a separate evaluation:
 
         the run                        heldout_loss_nats of its receipt, of the student read back from its files
         engine eval ppl                the JSON value of --json, kept in a file
-        engine eval humaneval, mbpp    the file of results, counted again here
+        engine eval humaneval, mbpp    the file of results, whose passed programs are counted again
 
 An evaluation is accepted if it is finished and its weights have the student's hash. Evidence that does
 not exist is `missing`, with the command that produces it; with --unevaluated a card is still written, and says so.
@@ -158,7 +158,7 @@ def examine(run: RunFolder, evaluation_files: Sequence[Path] = ()) -> Proof:
 
 
 # contract: publication-v1
-def refuse_missing(proof: Proof) -> None:
+def require_evidence(proof: Proof) -> None:
     """Raise `BadInput` with everything that is missing, and the commands that produce it."""
     if not proof.missing:
         return
@@ -228,7 +228,7 @@ def heldout_of_the_run(receipt: dict[str, Any] | None, view: RunView) -> Evaluat
         title=HELDOUT,
         benchmark="heldout",
         metrics=metrics,
-        detail=f"{labelled:,} tokens, nats a token; documents chosen by name and never trained on",
+        detail=f"{labelled:,} tokens, nats per token; documents chosen by name and never trained on",
         data_sha256=None if view.data is None else view.data.heldout_sha256,
         file=None,
     )
@@ -253,8 +253,8 @@ def read_evaluation(path: Path, weights: str) -> Evaluation:
         raise BadInput.expected(
             "evaluation",
             path,
-            f"one of these weights (sha256 {weights[:16]})",
-            f"one of {record.get('model', 'others')} ({str(record.get('weights_sha256'))[:16]})",
+            f"an evaluation of these weights (sha256 {weights[:16]})",
+            f"an evaluation of {record.get('model', 'other weights')} ({str(record.get('weights_sha256'))[:16]})",
             hint="evaluate the run itself: engine eval ... RUN",
         )
     return _perplexity(path, record) if record["benchmark"] == "ppl" else _problems(path)
@@ -325,8 +325,8 @@ def _drawn(about: dict[str, Any]) -> str:
     """Describe how the programs were sampled."""
     sampling = about["settings"].get("sampling") or {}
     if "temperature" not in sampling:
-        return "with settings that are not in its file"
+        return "sampling settings not recorded"
     if sampling["temperature"] == 0:
-        return "of the likeliest tokens"
+        return "greedy"
     cuts = [f"{name} {sampling[name]:g}" for name in ("top_k", "top_p") if sampling.get(name)]
-    return ", ".join([f"drawn at temperature {sampling['temperature']:g}", *cuts])
+    return ", ".join([f"sampled at temperature {sampling['temperature']:g}", *cuts])

@@ -427,7 +427,7 @@ def shown_fields(plan: Plan, arm: str, run: RunFolder, state: str) -> dict[str, 
 
 
 def _start_spec(plan: Plan, b: bool, pair: int, folder: Path) -> Launched:
-    spec = plan.arm(b, folder.parent, folder.name, pair).unheard
+    spec = plan.arm(b, folder.parent, folder.name, pair).without_receivers
     effective = {
         "engine": VERSION,
         "spec_file": plan.source,

@@ -26,7 +26,7 @@ from engine.generation.size import PAGE
 from engine.kernels import layer_parts, paged_attention
 from engine.models.config import ModelConfig
 from engine.models.decoder import Attention, Decoder, FeedForward, Layer, RMSNorm, frequencies
-from engine.models.frozen import JoinedLinear, hold
+from engine.models.frozen import JoinedLinear, set_buffer
 from engine.models.fused import has_kernels
 from engine.models.head import DenseHead, logits_of
 
@@ -162,7 +162,7 @@ class JoinedWeights:
             elif isinstance(part, nn.Parameter):
                 part.data = view
             else:
-                hold(module, name, view)
+                set_buffer(module, name, view)
         return joined
 
 

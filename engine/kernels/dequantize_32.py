@@ -28,7 +28,7 @@ def _dequantize_q8_0(
     source = first + block.to(tl.int64)
     codes = _words(_as_words(low_ptr) + source * 8 + tl.arange(0, 8)[None, :], there)
     d = tl.load(d_ptr + source, mask=there, other=0).to(tl.float32)
-    # With its top bit flipped, a signed byte is itself plus 128.
+    # Flipping the top bit of a signed byte adds 128 to its value.
     value = d * tl.reshape(_floats(codes ^ 0x80808080, 128.0), (BLOCKS, 32))
     out = out_ptr + block.to(tl.int64) * 32 + tl.arange(0, 32)[None, :]
     tl.store(out, value.to(out_ptr.dtype.element_ty), mask=there)

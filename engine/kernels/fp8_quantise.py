@@ -49,7 +49,7 @@ NORM_WIDTH = 3584
 
 @triton.jit
 def _values(joined_ptr, start, columns, COLUMNS: tl.constexpr, GATED: tl.constexpr):
-    """Return the row, or silu(gate) * up of it, in fp32; 0 beyond the row."""
+    """Return the elements of the row, or silu(gate) * up of them, in fp32; 0 beyond the end of the row."""
     there = columns < COLUMNS
     gate = tl.load(joined_ptr + start + columns, mask=there, other=0).to(tl.float32)
     if not GATED:
@@ -135,7 +135,7 @@ def norm_variant(
         *(_norm_to_fp8, dtype, dtype, dtype, dtype, codes, "*fp32", "fp32"),
         warps=4 if padded <= 2048 else 8,
         stages=1,
-        fp_fusion=False,  # which would skip the rounding of values
+        fp_fusion=False,  # a fused multiply-add would skip the rounding of values
         COLUMNS=columns,
         PADDED=padded,
         ADD=add,
@@ -146,7 +146,7 @@ def norm_variant(
 def variant(
     columns: int, dtype: torch.dtype, codes: torch.dtype = torch.uint8, gated: bool = True
 ) -> Variant:
-    """Return the kernel for rows of `columns` elements in `dtype`; if gated, `columns` counts the elements after it."""
+    """Return the kernel for rows of `dtype` that become `columns` codes; if gated, the input has twice as many."""
     main = 1 << (columns.bit_length() - 1)
     rest = 0 if columns == main else next_power_of_2(columns - main)
     warps = 16 if columns > WIDE else 8
@@ -162,7 +162,7 @@ def variant(
 
 
 def variants(arch: int) -> tuple[Variant, ...]:
-    """Return what is compiled ahead of time for compute capability `arch` (90 is 9.0)."""
+    """Return the variants that are compiled ahead of time for compute capability `arch` (90 is 9.0)."""
     if arch < CAPABILITY:
         return ()
     gated = (variant(columns, torch.bfloat16) for columns in WIDTHS)
@@ -202,8 +202,8 @@ def norm_to_fp8(
     *,
     codes: torch.dtype = torch.uint8,
 ) -> tuple[Tensor, Tensor]:
-    """Write x + y into `kept_MF`, and return the RMS norm of the sum, quantised as `to_fp8` does. Without y it is the
-    norm of x, and nothing is written. All are contiguous and have one dtype.
+    """Write x + y into `kept_MF`, and return the RMS norm of the sum, quantised as by `to_fp8`. Without y, return the
+    norm of x and write nothing. All tensors must be contiguous and have the same dtype.
     """
     rows, columns = x_MF.shape
     codes_MF = torch.empty(rows, columns, dtype=codes, device=x_MF.device)

@@ -4,8 +4,9 @@
     gate           out = activation(gate) * up
     rotate_into    rotates queries or keys by their positions
 
-Each is one kernel; torch would launch several. Each value is read and written once, and launches, which take most of
-the time in a step of a small model, are fewer. The kernels round where the decoder's torch operations round.
+Each of them is one kernel; torch would launch several. So each value is read and written once, and there are fewer
+launches, which take most of the time of a small model's step. The kernels round where the decoder's torch operations
+round.
 """
 
 from __future__ import annotations
@@ -117,13 +118,13 @@ def _gate(
     up_ptr,
     out_ptr,
     D: tl.constexpr,
-    IN: tl.constexpr,  # from a row to the next
-    OUT: tl.constexpr,
+    IN: tl.constexpr,  # row stride of gate and up
+    OUT: tl.constexpr,  # row stride of out
     SIZE: tl.constexpr,
     GELU: tl.constexpr,
 ):
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    # One axis for rows and columns: the others end at 65,535 programs.
+    # Rows and columns share one axis of the grid, because CUDA limits the other axes to 65,535 programs.
     row = (tl.program_id(0) // tl.cdiv(D, SIZE)).to(tl.int64)
     d_D = tl.program_id(0) % tl.cdiv(D, SIZE) * SIZE + tl.arange(0, SIZE)
     there_D = d_D < D
@@ -178,8 +179,8 @@ def _rotate(
     cos_ptr,  # (P, R), the position of a row is row % P
     sin_ptr,
     positions,
-    ROW: tl.constexpr,  # from a row of x to the next
-    OUT: tl.constexpr,
+    ROW: tl.constexpr,  # row stride of x
+    OUT: tl.constexpr,  # row stride of out
     H: tl.constexpr,
     E: tl.constexpr,
     R: tl.constexpr,
@@ -250,8 +251,8 @@ def add_norm_backward(
     dy_BD: Tensor | None,
     dweight_PD: Tensor | None,
 ) -> None:
-    """Write the gradients of `add_norm`: `dx_BD`, the same in another dtype as `dy_BD`, and that of the weight as
-    `PARTS` summands.
+    """Write the gradients of `add_norm`: `dx_BD`; `dy_BD`, the same values in its own dtype; and `dweight_PD`, the
+    weight's gradient as `PARTS` partial sums.
     """
     rows, columns = kept_BD.shape
     pointers = (
@@ -283,8 +284,8 @@ def _variant(
 
 
 def gate(gate_BD: Tensor, up_BD: Tensor, activation: str, out_BD: Tensor) -> None:
-    """Write activation(gate) * up into `out_BD`, which may be `gate_BD`. Columns are contiguous, and rows of gate and
-    up equally far apart.
+    """Write activation(gate) * up into `out_BD`, which may be `gate_BD`. Columns must be contiguous, and gate and up
+    must have the same row stride.
     """
     rows, columns = out_BD.shape
     variant = _variant(
@@ -324,10 +325,10 @@ def gate_backward(
 def rotate_into(
     x_BHE: Tensor, cos_PR: Tensor, sin_PR: Tensor, out_BHE: Tensor, *, back: bool = False
 ) -> None:
-    """Rotate each pair (x[i], x[i + R]) of a head by the angle of its row's position, or `back`, into `out_BHE`, which
-    may be `x_BHE` and else has the numbers that are not rotated.
+    """Rotate each pair (x[i], x[i + R]) of a head by the angle of its row's position, or by minus that angle if `back`.
 
-    Row b has position b % P. The heads of a row are contiguous, and so are cosines and sines.
+    The result is written into `out_BHE`, which may be `x_BHE`; elements that are not rotated are not written. Row b has
+    position b % P. The heads of a row must be contiguous, and so must cosines and sines.
     """
     rows, heads, width = x_BHE.shape
     positions, pairs = cos_PR.shape

@@ -33,7 +33,7 @@ ranges of rows of this size, at little cost. Ranges that fit in a GPU's L2 cache
 matmul than they save.
 """
 ROWS = 16
-"""Number of rows of which the begin of each range is a multiple: there every plane is aligned."""
+"""Multiple of rows at which each range begins, so that every plane is aligned there."""
 
 
 class Scratch:

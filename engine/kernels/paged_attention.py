@@ -31,9 +31,9 @@ from engine.kernels.sizes import cdiv, next_power_of_2
 
 LEAST_GROUP = 16
 FAR = 1 << 30
-"""Value of the window for a layer without one, in tokens."""
+"""Window of a layer that attends to all tokens."""
 PIECE_PAGES = 4
-"""Number of pages of a chunk, if sequences are cut."""
+"""Number of pages of a chunk, if sequences are cut into chunks."""
 PLACED = 8
 """Number of heads per program of `place`."""
 BUSY = 264
@@ -70,7 +70,7 @@ def _place(
     head_H = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     e_E = tl.arange(0, EP)
     there_HE = (head_H < H + 2 * K)[:, None] & (e_E < E)[None, :]
-    # The other number of each pair.
+    # Index of the other element of each pair that RoPE rotates.
     other_E = tl.where(e_E < R, e_E + R, tl.where(e_E < 2 * R, e_E - R, e_E))
     x_ptr = qkv_ptr + row.to(tl.int64) * ((H + 2 * K) * E) + (head_H * E)[:, None]
     raw_HE = tl.load(x_ptr + e_E[None, :], mask=there_HE, other=0)
@@ -95,7 +95,7 @@ def _place(
         turned_HE = (x_HE * cos_E[None, :]).to(DTYPE).to(tl.float32)
         turned_HE += (y_HE * sin_E[None, :]).to(DTYPE).to(tl.float32)
         x_HE = tl.where(turns_E[None, :], turned_HE, x_HE)
-    # Each number is read by two threads.
+    # Two threads read each element, and both must have read it before it is overwritten.
     tl.debug_barrier()
     tl.store(x_ptr + e_E[None, :], x_HE.to(DTYPE), mask=there_HE & (head_H < H)[:, None])
     page = tl.load(table_ptr + row * table_stride + at // T)
@@ -264,9 +264,9 @@ def attend(
     scale: float | None = None,
     window: int | None = None,
 ) -> None:
-    """Write the attention of each slot's token at `position_B` (int32) to the tokens up to it, at most
-    `window`, into `y_BHE`. `q_BN` has the query heads first in each row. Scores are multiplied by `scale`, or
-    1/sqrt(E).
+    """Compute the attention of each slot's token at `position_B` (int32) to at most `window` tokens, the last of which
+    is itself, and write it into `y_BHE`. Each row of `q_BN` begins with the query heads. Scores are multiplied by
+    `scale`, or 1/sqrt(E).
     """
     slots, heads, width = y_BHE.shape
     shared, tokens = keys_PKTE.shape[1:3]

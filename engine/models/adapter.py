@@ -115,7 +115,7 @@ def _load_adapters(decoder: Decoder, start: AdapterFolder) -> None:
     names = {name: parameter for name, parameter, _ in _named_matrices(decoder)}
     with open_weights(start.path / ADAPTER_FILE) as weights:
         if differing := sorted(names.keys() ^ weights.tensors.keys()):
-            found = f"{differing[0]} in one of them alone"
+            found = f"{differing[0]}, which only one of the two has"
             expected = "the matrices of student.adapter_targets"
             raise WeightsError.expected("adapter", start.path, expected, found)
         for name, parameter in names.items():
@@ -165,7 +165,7 @@ def write_adapter(
     text = json.dumps(config, indent=2, sort_keys=True)
     (folder / ADAPTER_CONFIG).write_text(text + "\n")
     # Use the file's metadata: peft warns of unknown keys in the configuration.
-    metadata = {"format": "pt", BASE_ROWS: json.dumps(base_rows(decoder))}
+    metadata = {"format": "pt", BASE_ROWS: json.dumps(first_weights(decoder))}
     write_safetensors(folder / ADAPTER_FILE, adapter_tensors(decoder, dtype), metadata)
 
 
@@ -175,8 +175,8 @@ def _base_of(student: StudentSection) -> str:
     return str(base_of(folder, read_adapter(folder))) if is_adapter(folder) else student.path
 
 
-def base_rows(decoder: Decoder) -> list[float]:
-    """Return the first element of each adapted matrix of the base, by which a wrong base is detected."""
+def first_weights(decoder: Decoder) -> list[float]:
+    """Return the first element of each adapted matrix of the base; comparing them detects a wrong base."""
     return [layer.first_weight() for layer in decoder.modules() if isinstance(layer, LoraLinear)]
 
 
@@ -219,7 +219,7 @@ def merge(decoder: Decoder, folder: Path, about: Mapping[str, Any]) -> Decoder:
             "adapter",
             folder,
             "the base that it was trained on",
-            f"another one at {about.get('base_model_name_or_path')}",
+            f"another base at {about.get('base_model_name_or_path')}",
             hint="give it the base that it was trained on",
         )
     return decoder

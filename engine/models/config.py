@@ -350,7 +350,7 @@ def _flat(
             flat["rope_local_base_freq"] = kinds[1]["rope_theta"]
     flat |= {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
     for key, value in family.absent.items():
-        # As `Family.absent` says.
+        # In `Family.absent`, None means the value of num_attention_heads.
         flat.setdefault(key, raw.get("num_attention_heads") if value is None else value)
     if flat.get("num_key_value_heads", 0) is None:
         flat["num_key_value_heads"] = raw.get("num_attention_heads")
@@ -489,7 +489,7 @@ def _unsupported(
         only(key, raw.get(key) or False, False)
     for key in ("attention_dropout", "resid_pdrop", "embd_pdrop"):
         only(key, raw.get(key) or 0.0, 0.0)
-    # In other families the key attention_bias asks for biases on q, k, v and o; the decoder has no bias on o.
+    # A true attention_bias usually means biases on q, k, v and o; the decoder has no bias on o.
     for key, has in (("attention_bias", family.attention_bias), ("mlp_bias", False)):
         if raw.get(key) is not None:
             only(key, raw[key], has)

@@ -14,8 +14,8 @@
 These are all differences between the families: only Qwen2 has biases on q, k, v; Qwen3 normalises
 each head of q and k before RoPE, with one weight of length E for all heads; Llama may scale its low
 RoPE frequencies and Phi-3 all of them (`engine.models.rope`); Mistral may have a sliding window; some layers of SmolLM3
-have no RoPE; OLMo 2 normalises what attention and mlp return instead of what they get, and q and k as a
-whole; Phi-3 may rotate only the first numbers of a head; Gemma 3 scales its embeddings, multiplies in norms
+have no RoPE; OLMo 2 normalises the outputs of attention and mlp instead of their inputs, and q and k over all heads
+together; Phi-3 may rotate only the first elements of a head; Gemma 3 scales its embeddings, multiplies in norms
 with 1 + w, has norms both before and after attention and mlp, and some of its layers have a window and another RoPE
 base. The projection o never has a bias.
 
@@ -290,8 +290,8 @@ class FeedForward(nn.Module):
 
 
 Normed: TypeAlias = Callable[[Tensor | None, Tensor, RMSNorm, torch.dtype], tuple[Tensor, Any]]
-"""Function of (y, x, norm, dtype) that returns x + y (x if y is None), and its norm in a dtype. The norm is a tensor or
-what the next linear layers read instead of a tensor (`engine.models.fp8.Rounded`)."""
+"""Function of (y, x, norm, dtype) that returns x + y (x if y is None), and its norm in a dtype. The norm is a tensor,
+or quantised rows for the next linear layers (`engine.models.fp8.Rounded`)."""
 
 
 def _norm(config: ModelConfig, width: int) -> RMSNorm:
@@ -551,7 +551,7 @@ class Decoder(nn.Module):
     def init_weights(self, generator: torch.Generator) -> None:
         """Initialise the weights: normal(0, 0.02), factors of norms 1, biases 0.
 
-        The 2 L projections that add to the residual start at 1/sqrt(2 L) of that, as in GPT-2. The
+        The 2 L projections that add to the residual are scaled by 1/sqrt(2 L), as in GPT-2. The
         numbers are drawn in fp32 on the generator's device, whatever device and dtype the weights
         have, so that a seed determines the model.
         """

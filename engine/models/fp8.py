@@ -117,7 +117,7 @@ def gated_rows_reference(joined_MG: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def to_codes(x_MK: Tensor, *, gated: bool = False) -> tuple[Tensor, Tensor]:
-    """Return what `quantise_rows` returns, or `gated_rows_reference`; in one pass if there is a kernel for it."""
+    """Return the result of `quantise_rows`, or of `gated_rows_reference`; in one pass if there is a kernel for it."""
     fits = x_MK.shape[1] // (1 + gated) <= LARGEST_ROW
     if fits and has_kernels(x_MK.device):
         from engine.kernels.fp8_quantise import to_fp8
@@ -188,7 +188,7 @@ class Fp8Linear(nn.Module):
     def __init__(self, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None) -> None:
         super().__init__()
         self.first: float | None = None
-        """The weight in the first row and column before rounding, by which an adapter recognises its base."""
+        """The weight in the first row and column before rounding; an adapter's file has it, to detect a wrong base."""
         # Stored as uint8: not every build of torch can compare, hash or sample fp8 tensors.
         self.codes: Tensor
         self.scale: Tensor

@@ -31,11 +31,11 @@ def freeze(decoder: Decoder) -> Decoder:
     decoder.eval()
     for module in decoder.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            hold(module, name, parameter.detach())
+            set_buffer(module, name, parameter.detach())
     return decoder
 
 
-def hold(module: nn.Module, name: str, tensor: Tensor) -> None:
+def set_buffer(module: nn.Module, name: str, tensor: Tensor) -> None:
     """Replace the parameter or buffer `name` by `tensor`, as a buffer."""
     delattr(module, name)
     module.register_buffer(name, tensor)

@@ -2,8 +2,8 @@
 
 The head of a 7B model is 1.1 GB in bf16 and 0.45 GB block-quantised. Logits are computed for a
 chunk of tokens at a time anyway, so a `PackedHead` dequantises one slice of its rows, lets the
-caller multiply with it, and overwrites it with the next. A `DenseHead` is one slice, the tensor
-itself.
+caller multiply with it, and overwrites it with the next slice. A `DenseHead` has one slice: the
+whole tensor.
 
     for first, weight_RE in head.slices(columns, dtype):
         logits[:, first : first + len(weight_RE)] = hidden @ weight_RE^T

@@ -54,7 +54,7 @@ from engine.kernels.linear import Scratch
 from engine.models.adapter import is_adapted, merge, write_adapter
 from engine.models.config import CONFIG_FILE, ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.frozen import hold
+from engine.models.frozen import set_buffer
 from engine.models.names import (
     LISTED_PROBLEMS,
     TOGETHER,
@@ -244,7 +244,7 @@ def _hold_floats(
     """Store a tensor as frozen floats in the decoder, and return the problems of its values."""
     path, _, leaf = ours.rpartition(".")
     values = as_floats(source, dtype, device)
-    hold(decoder.get_submodule(path), leaf, values)
+    set_buffer(decoder.get_submodule(path), leaf, values)
     return non_finite(name, source, values)
 
 
@@ -309,7 +309,7 @@ def base_of(decoder: Decoder) -> Decoder:
             _replace(base, path, stored, scratch)
         else:
             floats = _floats(stored, dtype) if isinstance(stored, PackedMatrix) else stored
-            hold(base.get_submodule(path), leaf, floats)
+            set_buffer(base.get_submodule(path), leaf, floats)
     if scratch.nbytes:
         scratch.take(1, 1)  # allocates the memory now, not in the first step
     return base
@@ -362,7 +362,7 @@ def save_decoder(
     """
     folder = Path(folder)
     if folder.exists() or folder.is_symlink():
-        raise WeightsError.expected("model folder", folder, "a path where nothing is yet", "one")
+        raise WeightsError.expected("model folder", folder, "a new path", "an existing one")
     with new_folder(folder) as partial:
         if isinstance(decoder, TransformersDecoder):
             save_transformers_decoder(decoder, partial, dtype)

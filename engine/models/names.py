@@ -4,7 +4,7 @@
 
 Linear weights are (out, in) in all conventions, so tensors are converted unchanged, with one
 exception: the rows of q and k in a `llama` GGUF, and in an .apr whose `rope_type` says so, are permuted, because
-readers of these rotate adjacent elements x[2i], x[2i + 1], and our decoder rotates halves x[i], x[i + E/2].
+readers of these files rotate adjacent elements x[2i], x[2i + 1], and our decoder rotates halves x[i], x[i + E/2].
 `permute_rows` and `unpermute_rows` convert between the two orders; whole rows move, so quantised
 blocks stay unchanged.
 
@@ -85,7 +85,7 @@ def expected_tensors(config: ModelConfig, convention: str = "hf") -> dict[str, t
     """Return name by `convention` -> shape of every tensor that a file must have; a tied model has
     no head.
     """
-    # The last part of a tensor overwrites the earlier ones in the dict; its end is the tensor's end.
+    # Of the parts of a tensor the dict keeps the last, whose end is the tensor's end.
     return {
         part.name: (part.first + part.shape[0], *part.shape[1:])
         for part in parts(config, convention)

@@ -1,9 +1,9 @@
 """Compute how much of a weight file stays block-quantised, from its header alone and without
 torch.
 
-It mirrors `engine.models.load`: block-quantised matrices stay as they are, everything else becomes
-floats, and one scratch buffer holds, as floats, the largest matrices of a layer that share an
-input.
+The sizes are those after `engine.models.load`: block-quantised matrices stay in their blocks, all other
+tensors become floats, and one scratch buffer holds, as floats, the largest matrices of a layer that
+share an input.
 """
 
 from __future__ import annotations

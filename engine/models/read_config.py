@@ -7,8 +7,8 @@
 GGUF and .apr files are run only by our own decoder.
 
 The config.json of a multimodal model has the configuration of its language model in `text_config`. If transformers
-has a causal language model class for the whole model, it runs that. Else only the language model is run, by either
-engine.
+has a causal language model class for the whole model, it runs the whole model. Otherwise only the language model is
+run, by our decoder or by transformers.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class LongRope:
     `original_max_position_embeddings` tokens.
     """
     long_factor: tuple[float, ...]
-    """The same in longer documents."""
+    """Divisor of the frequency of each rotated pair, in longer documents."""
     original_max_position_embeddings: int
     attention_factor: float | None = None
     """Factor of cosines and sines; None computes it from the extension of the positions (`angle_factor`)."""

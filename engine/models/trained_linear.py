@@ -3,8 +3,8 @@
     dx    = sum_i dy_i W_i      each matmul adds to the sum in fp32 and rounds it
     dW_i  = dy_i^T x            the fp32 accumulator of the tensor cores
 
-Under autocast torch rounds each dW to 16 bits, and another pass converts it to fp32; it writes each dx, and another
-pass adds them. The forward pass is bit-identical to torch's.
+Under autocast torch rounds each dW to 16 bits, and another pass converts it to fp32. Torch also writes the dx of each
+layer, and another pass adds them. The forward pass is bit-identical to torch's.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class TrainedLinear(nn.Linear):
 
 
 def train_in_few_passes(layer: nn.Module) -> None:
-    """Make each `nn.Linear` inside `layer` a `TrainedLinear`; subclasses, such as adapters, stay as they are."""
+    """Make each `nn.Linear` inside `layer` a `TrainedLinear`; subclasses, such as adapters, are left unchanged."""
     for module in layer.modules():
         if type(module) is nn.Linear:
             module.__class__ = TrainedLinear

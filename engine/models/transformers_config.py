@@ -58,7 +58,7 @@ class TransformersConfig(ModelConfig):
     """Reason why our own decoder does not run it."""
     scales_logits: bool = False
     """Whether a key of config.json or a bias of the head shows that the logits are not head(hidden). Only the memory
-    plan uses this: on the loaded model it is measured."""
+    plan uses this field; the loaded model is tested instead."""
 
     def __post_init__(self, where: object) -> None:
         """Check nothing: `read_transformers_config` has checked the values."""
@@ -74,8 +74,8 @@ class TransformersConfig(ModelConfig):
     def misfit(self, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
         """Return the reason why files with these tensors cannot belong to the model; None if they may.
 
-        transformers renames, splits and joins tensors when it loads them. So this detects files of another model, but
-        not every missing tensor.
+        transformers renames, splits and joins tensors when it loads them. So this check detects files of another model,
+        but not every missing tensor.
         """
         numbers = sum(math.prod(shape) for shape in shapes.values())
         if numbers < self.parameters:
@@ -101,8 +101,8 @@ def read_transformers_config(
 ) -> TransformersConfig:
     """Return the configuration in a parsed `config.json`; `where` is its file or folder.
 
-    Raises `WeightsError` if transformers is not installed, does not know the model, or would have to run code from
-    the model's folder.
+    Raises `WeightsError` if transformers is not installed, does not know the model, or would have to run code in
+    the model's folder that is not allowed.
     """
     folder = where if where.is_dir() else where.parent
     config = _hf_config(raw, folder, how, where)

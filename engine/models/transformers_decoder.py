@@ -4,10 +4,10 @@ Two properties of the model are measured on a few tokens when it is loaded:
 
     logits      Are the model's logits head(hidden), for hidden states of any magnitude? If so, the loss gets hidden
                 states and the head, as from our own decoder. If not (a cap, a scale, a bias: Gemma 2, Cohere,
-                Granite, Phi-2), the loss gets the logits, and the head is the identity.
+                Granite, Phi-2), the loss gets the model's logits, and its head is the identity.
     documents   Do a mask and positions keep the documents of a row apart? This is tested by changing one document and
-                comparing the outputs of the other bit for bit. If so, rows are run as they are. If not, each document
-                is run alone and padded at its end; a causal model does not attend to later padding.
+                comparing the outputs of the other bit for bit. If so, whole rows are run. If not, each document is run
+                alone and padded at its end; a causal model does not attend to later padding.
 
 Dropout is never applied: the model stays in evaluation mode, in which a step is a function of weights and rows.
 
@@ -85,7 +85,7 @@ class TransformersDecoder(Decoder):
         self.gives_logits = False
         """Whether `hidden` returns the model's own logits."""
         self.masks_documents = False
-        """Whether a mask keeps the documents of a row apart; otherwise each is run alone."""
+        """Whether a mask keeps the documents of a row apart; otherwise each document is run alone."""
         self.eval()
 
     def train(self, mode: bool = True) -> TransformersDecoder:
@@ -317,7 +317,7 @@ class TransformersDecoder(Decoder):
             changed_BTD = self._masked(changed_BT, documents_BT)
         except Exception as error:  # noqa: BLE001 - documents are run alone if the model does not accept such a mask
             text = str(error).strip().splitlines()
-            return f"a mask for documents is not taken ({type(error).__name__}: {(text or [''])[0]:.100})"
+            return f"it does not accept a mask for documents ({type(error).__name__}: {(text or [''])[0]:.100})"
         if torch.equal(together_BTD[:, :split], changed_BTD[:, :split]):
             return "a changed token changes nothing"
         if not torch.equal(together_BTD[:, split:], changed_BTD[:, split:]):

@@ -62,9 +62,9 @@ def quantize(tensor: Tensor, type_: BlockType, *, name: str = "tensor") -> Quant
     """Quantise `tensor`, floats of shape (..., row length), to blocks of `type_` on the same
     device.
 
-    Raises `QuantError`, a ValueError, for a type that is only read, for NaN, infinity, a value too
-    large for the type, and for rows that blocks do not fill, naming the type that would
-    (`fallback`). `name` appears in its message.
+    Raises `QuantError`, a ValueError: for a type that is only read; for NaN, infinity or a value too
+    large for the type; and for rows whose length is not a multiple of the block size, with a type
+    that fits (`fallback`). `name` is the tensor's name in the message.
     """
     shape = tuple(tensor.shape)
     where = f"{name} of shape {shape}"

@@ -1,5 +1,5 @@
 """Build a RunSpec from TOML and `--set` arguments, and write one as TOML. All problems of a spec are reported
-together, each with the place where its key was set.
+together, each with the file and line, or the `--set`, that has the key.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ _FROM_HUB: dict[str, hub_cache.Wanted] = {
     "student.config": "config",
     "data.tokenizer": "tokenizer",
 }
-"""The settings that take the name of a model on the hub, and what each reads of it."""
+"""Settings whose value may be a model's name on the hub, and the part of the model that each of them reads."""
 _KEY = re.compile(r"\s*([A-Za-z0-9_\-]+(?:\s*\.\s*[A-Za-z0-9_\-]+)*)\s*=")
 
 
 class Gone(NamedTuple):
-    """A setting of earlier versions."""
+    """A removed setting."""
 
-    same: tuple[str | float, ...]
-    """Values of removed settings that match what every run does now. They are accepted and have no effect."""
+    accepted: tuple[str | float, ...]
+    """Values that ask for what every run does now. They are accepted and have no effect."""
     why: str
+    """Reason for the removal, for the error message."""
 
     def refusal(self, value: Any) -> str:
         found = shown(json.dumps(value, ensure_ascii=False, default=str))
-        return f"expected no such setting, found {found}: it is gone, as {self.why}"
+        return f"expected no such setting, found {found}: it was removed, because {self.why}"
 
 
 GONE = {
@@ -61,7 +62,7 @@ GONE = {
         ("teacher.compile", "student.compile"),
         Gone(
             ("auto", "on", "off"),
-            "layers on a GPU have our kernels between their matmuls, as fast as compiled ones (kernels.layers)",
+            "layers on a GPU run our kernels between their matmuls, as fast as compiled layers (kernels.layers)",
         ),
     ),
     **dict.fromkeys(
@@ -69,10 +70,10 @@ GONE = {
         Gone(("", 0.0), "`engine eval ppl TEACHER --against REFERENCE` measures the KL"),
     ),
     "gate.cache_rows": Gone(
-        (16,), "a run itself compares stored outputs with its teacher before it uses them"
+        (16,), "every run compares stored outputs with its teacher's before it uses them"
     ),
 }
-"""Settings that specs, runs and checkpoints of earlier versions may have."""
+"""Removed settings, which specs, runs and checkpoints of earlier versions may have."""
 
 
 def key_lines(text: str) -> dict[str, int]:
@@ -98,7 +99,7 @@ def key_lines(text: str) -> dict[str, int]:
 
 
 class Problems:
-    """Collects every problem with the place where its key was set."""
+    """Collects every problem, with the file and line, or the `--set`, that has the key."""
 
     def __init__(self, file: str, lines: dict[str, int], from_sets: set[str]) -> None:
         self.file, self.lines, self.from_sets = file, lines, from_sets
@@ -127,7 +128,7 @@ def nearest(key: str) -> str:
     name = key.rsplit(".", 1)[-1]
     if setting := OTHER_NAMES.get(key) or OTHER_NAMES.get(name):
         return f"; did you mean {setting}?"
-    # A setting in another section, unless several sections have one of that name.
+    # The same name in another section, if only one section has it.
     close = [k for k in KEYS if k.rsplit(".", 1)[-1] == name]
     if len(close) != 1:
         close = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.5) or close
@@ -178,7 +179,7 @@ def _cross_checks(
         found = (
             "both"
             if spec.student.path
-            else 'neither; write [student] path = "FOLDER or FILE" to go on with a model, '
+            else 'neither; write [student] path = "FOLDER or FILE" to continue from a model, '
             'or config = "config.json" for fresh weights'
         )
         add(
@@ -189,10 +190,10 @@ def _cross_checks(
         add("student.adapter", "expected student.path, the base of an adapter, found none")
     if spec.teacher.context:
         refused = {
-            "teacher.path, whose model reads it, found no teacher": not spec.has_teacher,
-            "a teacher that computes, found stored outputs": spec.teacher.backend == "cached"
+            "a teacher that reads it (teacher.path), found none": not spec.has_teacher,
+            "a teacher that is run, found stored outputs": spec.teacher.backend == "cached"
             or bool(spec.teacher.cache),
-            'rollout.by = "student", found "teacher", whose own prompts have no context': (
+            'rollout.by = "student", found "teacher", which generates rows without the context': (
                 spec.rollout.share > 0 and spec.rollout.by == "teacher"
             ),
             'teacher.shard = "off", found "on"': spec.teacher.shard == "on",
@@ -202,11 +203,11 @@ def _cross_checks(
                 add("teacher.context", f"expected {text}")
     if spec.rollout.share > 0:
         if not spec.has_teacher:
-            add("rollout.share", "expected a teacher for written rows, found none")
+            add("rollout.share", "expected a teacher for generated rows, found none")
         if spec.teacher.cache or spec.teacher.backend == "cached":
             add(
                 "rollout.share",
-                "expected a teacher that computes, found stored outputs, which no new text has",
+                "expected a teacher that is run, found stored outputs, which generated rows do not have",
             )
         if spec.compute.gpus > 1 and spec.rollout.by == "teacher" and spec.teacher.shard == "on":
             add(
@@ -223,9 +224,11 @@ def _cross_checks(
             "train.rows",
             f"expected train.rows x data.seq_len to be {limits.BATCH_TOKENS}, found {tokens:,}",
         )
-    # Its text is not repeated: a URL may hold a secret.
+    # The message does not show the value: a URL may contain a secret.
     if not re.fullmatch(r"[\w\s$,-]*", spec.notify.to):
-        add("notify.to", "expected names of receivers, all, none or $VARIABLE, found another text")
+        add(
+            "notify.to", "expected names of receivers, all, none or $VARIABLE, found something else"
+        )
     if "/" in spec.run.name or spec.run.name in (".", ".."):
         add("run.name", f"expected a name without '/', found {json.dumps(spec.run.name)}")
 
@@ -290,7 +293,7 @@ def build_spec(
     by_key = {option.key: option for option in options()}
     for key, value in pairs.items():
         if key in GONE:
-            if value not in GONE[key].same:
+            if value not in GONE[key].accepted:
                 problems.add(key, GONE[key].refusal(value))
             continue
         if key not in by_key:
@@ -326,8 +329,8 @@ def build_spec(
 
 
 def _from_hub(key: str, named: str, path: str) -> tuple[str, str | None]:
-    """Return the path of a model in the hub's cache where a setting has its name, or why it cannot be read; any other
-    path is returned unchanged."""
+    """Return the path in the hub's cache if `named` is a model's name on the hub, otherwise `path`; and the problem if
+    the model cannot be read."""
     model = hub_cache.hub_name(named)
     if model is None:
         return path, None
@@ -351,11 +354,11 @@ def models_of_hub(spec: RunSpec) -> dict[str, hub_cache.Snapshot]:
 
 
 def _as_section(key: str, value: Any) -> str:
-    """Return how to write a value that is written in place of a section."""
+    """Return the end of the message for a value in place of a section: how to write the section."""
     main = {"teacher": "path", "student": "path", "data": "corpus", "run": "name"}.get(key)
     if main is None or not isinstance(value, str):
         return f" [{key}], found a value"
-    return f", [{key}] with {main} = {shown(json.dumps(value, ensure_ascii=False))}, found a text"
+    return f", [{key}] with {main} = {shown(json.dumps(value, ensure_ascii=False))}, found a string"
 
 
 def _resolved(base: Path, text: str) -> tuple[str, str | None]:
@@ -369,8 +372,8 @@ def _resolved(base: Path, text: str) -> tuple[str, str | None]:
 
 
 def _with_ending(resolved: str, base: Path, named: str) -> str:
-    """Return a resolved path; for a link to a file without an ending, as in a download cache, the path of the link
-    itself, because its ending says what the file is."""
+    """Return `resolved`. If that file has no extension and `named` has one, return the path of the link `named`
+    instead: in a download cache only the link's extension tells the file's format."""
     path = base / Path(named).expanduser()
     if path.suffix and not Path(resolved).suffix and os.path.isfile(resolved):
         return str(path.parent.resolve() / path.name)
@@ -399,7 +402,7 @@ def load_spec(path: Path, sets: list[str] | None = None) -> tuple[RunSpec, str]:
 
 
 def spec_of_text(text: str, path: Path, sets: list[str] | None = None) -> RunSpec:
-    """Return the spec in a text that is, or will be, the file `path`. Raises SpecError."""
+    """Return the spec in `text`, the present or future content of the file `path`. Raises SpecError."""
     return build_spec(
         _parse_toml(text, path),
         file=str(path),
@@ -410,7 +413,8 @@ def spec_of_text(text: str, path: Path, sets: list[str] | None = None) -> RunSpe
 
 
 def spec_from_dict(tree: dict[str, Any]) -> RunSpec:
-    """Build the spec from a run folder's effective.json: equally strict, with its paths as already resolved."""
+    """Build the spec from a run folder's effective.json, as strictly as from TOML. Its paths are absolute already, and
+    need not exist."""
     return build_spec(tree, file="effective.json", base=Path("/"), check_paths=False)
 
 

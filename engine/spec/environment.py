@@ -3,9 +3,9 @@
     MANAGED_MEMORY=1                             memory.allocator=managed      (0: native)
     APR_DISTILL_TEACHER_BACKEND=cudatrainer      teacher.backend=dequantized   (realizar-q4k: quantized)
 
-Each becomes one `--set KEY=VALUE`, so that it is checked, logged and hashed as any other. An empty variable
-counts as not set. Any other value is refused with a list of the allowed ones: a misspelt setting must not
-silently become a default.
+Each variable becomes one `--set KEY=VALUE`, so that it is checked, logged and hashed like any other setting. An empty
+variable counts as not set. Any value that is not listed is refused with the allowed values: a misspelt setting must
+not silently become a default.
 """
 
 from __future__ import annotations

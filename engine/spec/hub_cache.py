@@ -1,14 +1,14 @@
-"""Finds a model by its name on the Hugging Face hub, `ORG/NAME` or `ORG/NAME@REVISION`, in the hub's cache on this
-machine. Nothing is downloaded, and the hub's library is not needed.
+"""Find a model by its name on the Hugging Face hub, `ORG/NAME` or `ORG/NAME@REVISION`, in the hub's cache on this
+machine. Nothing is downloaded, and the library `huggingface_hub` is not needed.
 
-    CACHE/models--ORG--NAME/refs/main             the commit that a branch, tag or pull request was at
+    CACHE/models--ORG--NAME/refs/main             the commit of a branch, tag or pull request when it was downloaded
                            /snapshots/COMMIT/     the files of a commit, as links to ../../blobs/DIGEST
 
-CACHE is the first of $HF_HUB_CACHE, $HUGGINGFACE_HUB_CACHE, $HF_HOME/hub, $XDG_CACHE_HOME/huggingface/hub and
-~/.cache/huggingface/hub whose variable is set, as in the hub's library.
+CACHE is the first of $HF_HUB_CACHE, $HUGGINGFACE_HUB_CACHE, $HF_HOME/hub and $XDG_CACHE_HOME/huggingface/hub whose
+variable is set, otherwise ~/.cache/huggingface/hub, as in `huggingface_hub`.
 
-A path that exists is never taken for a name. The path of a snapshot holds name and commit, so whatever keeps the path
-keeps both: a run's settings do, and a resume reads the same snapshot wherever the branch is by then.
+A path that exists is never taken for a name. The path of a snapshot contains the model's name and its commit. A run's
+settings store this path, so a resume reads the same snapshot even if the branch has moved.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Snapshot:
         """Raise BadInput where a file of `part` is missing: the download did not end, or fetched only some files."""
         if missing := _missing(self.folder, part):
             model = model or HubName(name=self.name, revision=self.commit)
-            raise model.refusal(f"all of its snapshot {self.folder}", f"no {missing} in it")
+            raise model.refusal(f"a complete snapshot {self.folder}", f"no {missing} in it")
 
 
 def cache_folder() -> Path:
@@ -93,7 +93,7 @@ def cache_folder() -> Path:
 
 
 def hub_name(text: str | Path) -> HubName | None:
-    """Return the name that a text is; None where it can only be a path."""
+    """Parse a model's name on the hub; return None if `text` can only be a path."""
     match = _NAME.fullmatch(str(text))
     if match is None or str(text).lower().endswith(_FILE_ENDINGS):
         return None
@@ -104,7 +104,7 @@ def hub_name(text: str | Path) -> HubName | None:
 
 
 def find_snapshot(hub_model: HubName, part: Wanted = "model") -> Snapshot:
-    """Return the snapshot of a model in the cache. Raises BadInput where it is not there, or not whole."""
+    """Return the snapshot of a model in the cache. Raises BadInput if it is missing or incomplete."""
     cache = cache_folder()
     model = cache / f"models--{hub_model.name.replace('/', '--')}"
     if not model.is_dir():
@@ -152,19 +152,19 @@ def _commit(model: Path, hub_model: HubName) -> str:
     if not ref.is_file():
         raise hub_model.refusal(f"the revision {hub_model.revision} in {model}", "none")
     commit = read_text(ref, "revision", limits.HUB_REVISION).strip()
-    # It becomes a part of a path.
+    # It becomes a component of a path.
     if not _COMMIT.fullmatch(commit):
         raise hub_model.refusal(f"the 40 digits of a commit in {ref}", f"{commit!r:.60}")
     return commit
 
 
 def _missing(folder: Path, part: Wanted) -> str | None:
-    """Return the first file that a snapshot lacks of the requested part; None if it is complete."""
+    """Return the first missing file of a part of a snapshot; None if the part is complete."""
     try:
         names = sorted(os.listdir(folder))
     except OSError:
         return "file at all"
-    # A link to a blob that is gone.
+    # A link to a deleted blob.
     if broken := [name for name in names if not (folder / name).exists()]:
         return f"{broken[0]} (its link is broken)"
     if part != "tokenizer" and CONFIG_FILE not in names:
@@ -176,7 +176,7 @@ def _missing(folder: Path, part: Wanted) -> str | None:
     for index in (name for name in names if name.endswith(_INDEX)):
         content = read_json_object(folder / index, "index of weights", limits.WEIGHTS_HEADER)
         shards = content.get("weight_map")
-        # What is no map of names, or leaves the folder, is refused by the reader of the weights.
+        # The reader of the weights refuses an index without a map, and names that lead out of the folder.
         listed = shards.values() if isinstance(shards, dict) else ()
         for shard in sorted({name for name in listed if isinstance(name, str)}):
             if PurePosixPath(shard).name == shard and not (folder / shard).exists():

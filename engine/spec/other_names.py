@@ -1,6 +1,7 @@
 """Names of settings in other trainers: the error for `batch_size` suggests `train.rows`.
 
-A name matches in any section, and also without one. A name with a section matches there alone.
+A name without a section, such as `batch_size`, matches in every section and at the top level. A name with a section,
+such as `teacher.model`, matches in that section only.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _OURS: dict[str, str] = {
     "loss.divergence": "kd_loss kd_objective loss_type loss_fn criterion",
     "loss.beta": "lmbda skew_alpha",
     "train.steps": "max_steps max_iters num_steps num_train_steps total_steps iterations train_steps",
-    "train.steps, a run is counted in steps": "epochs num_epochs num_train_epochs max_epochs",
+    "train.steps, a number of optimizer steps": "epochs num_epochs num_train_epochs max_epochs",
     "train.rows": "batch_size train_batch_size per_device_train_batch_size per_device_batch_size micro_batch_size "
     "micro_batch_size_per_gpu train_micro_batch_size_per_gpu",
     "train.accumulation": "gradient_accumulation_steps gradient_accumulation grad_accum accumulate_grad_batches "
@@ -51,4 +52,4 @@ _OURS: dict[str, str] = {
     "run.name": "run_name experiment_name",
 }
 OTHER_NAMES = {name: ours for ours, names in _OURS.items() for name in names.split()}
-"""Suggested setting by the unknown name in a spec, with a remark where its meaning differs."""
+"""Suggested setting for each unknown name in a spec, with a remark where the meaning differs."""

@@ -58,13 +58,14 @@ class RunSection:
 class ModelSection:
     engine: str = setting(
         "auto",
-        "What runs teacher and student: this engine's own decoder (native), the model's class in transformers, or of "
-        "two models native those whose family the decoder has (by_family). auto is native where both have one.",
+        "What runs teacher and student: this engine's decoder (native), the models' classes in transformers "
+        "(transformers), or this decoder for the model whose family it supports and transformers for the other "
+        "(by_family). auto is native where that is possible, then by_family, then transformers.",
         allowed=("auto", "by_family", "native", "transformers"),
     )
     remote_code: bool = setting(
         False,
-        "Whether code that a model brings in its own folder may run, where transformers has no class for it.",
+        "Whether Python code in a model's folder may run, for a model that transformers has no class for.",
     )
 
 
@@ -79,8 +80,8 @@ class TeacherSection:
     )
     backend: str = setting(
         "auto",
-        "How the teacher computes: dense weights (dequantized), weights that stay quantized (quantized), "
-        "outputs stored in teacher.cache (cached), or no teacher (none). auto is cached where "
+        "Where the teacher's outputs come from: a teacher with dense weights (dequantized), a teacher whose weights "
+        "stay quantized (quantized), or teacher.cache (cached); none is no teacher. auto is cached where "
         "teacher.cache is set, else dequantized where that fits in memory.",
         allowed=("auto", "dequantized", "quantized", "cached", "none"),
     )
@@ -92,18 +93,18 @@ class TeacherSection:
     )
     shard: str = setting(
         "auto",
-        "With several GPUs: whether each keeps its share of the teacher's layers and gathers a layer when it computes "
-        "(on), or all of them (off). auto is on only where the run does not fit otherwise.",
+        "With several GPUs: whether each GPU stores a shard of every teacher layer and gathers a layer to run it "
+        "(on), or stores the whole teacher (off). auto is on only where the run does not fit otherwise.",
         allowed=SWITCH,
     )
     cache: str = setting(
         "",
-        "Folder of stored teacher outputs, made by `engine prepare`; empty means that the teacher computes.",
+        "Folder of stored teacher outputs, made by `engine prepare`; empty means that the teacher is run.",
         path=True,
     )
     cache_miss: str = setting(
         "online",
-        "A batch that is not in teacher.cache: load and run the teacher (online), or end the "
+        "What to do when a batch is not in teacher.cache: load and run the teacher (online), or end the "
         "run (refuse).",
         allowed=("online", "refuse"),
     )
@@ -147,9 +148,9 @@ class StudentSection:
     )
     graphs: str = setting(
         "auto",
-        "Whether the student's layers are launched as CUDA graphs instead of kernel by kernel, which keeps their "
-        "activations and gradients in memory. auto is on for adapters and steps of few tokens, which wait for "
-        "the host, where memory allows; elsewhere it saves less than a percent of a step.",
+        "Whether the student's layers are launched as CUDA graphs instead of kernel by kernel. Graphs keep the "
+        "layers' activations and gradients in memory. auto is on where memory allows, for adapters and for steps "
+        "of few tokens, in which the GPU waits for the host; elsewhere graphs save less than a percent of a step.",
         allowed=SWITCH,
     )
     attention: str = setting(
@@ -181,7 +182,7 @@ class StudentSection:
     adapter_rank: int = setting(16, "Rank of the adapters.", low=1, most=4096, changes_results=True)
     adapter_alpha: float = setting(
         32.0,
-        "Adapters are multiplied by this over their rank.",
+        "An adapter's output is multiplied by adapter_alpha / adapter_rank.",
         above=0.0,
         most=1e6,
         changes_results=True,
@@ -193,9 +194,9 @@ class StudentSection:
     )
     adapter_base: str = setting(
         "blocks",
-        "How the frozen weights under adapters are held: in the quantised blocks of their file where it has some "
+        "How the frozen weights under adapters are stored: in the quantised blocks of their file, if it has any "
         "(blocks), as floats, or with the layers' matrices rounded to 8-bit floats (fp8): half the memory of bf16, and "
-        "forward matmuls at up to twice its rate.",
+        "forward matmuls up to twice as fast.",
         allowed=("blocks", "floats", "fp8"),
         changes_results=True,
     )
@@ -215,8 +216,8 @@ class StudentSection:
 class VocabSection:
     align: str = setting(
         "truncate",
-        "When the teacher has more tokens than the student: drop the extra columns before the softmax (truncate), "
-        "or refuse.",
+        "What to do when the teacher's vocabulary is larger than the student's: drop the extra logits before the "
+        "softmax (truncate), or refuse the run (refuse).",
         allowed=("truncate", "refuse"),
     )
 
@@ -226,8 +227,8 @@ class DataSection:
     corpus: str = setting(
         "python-stdlib",
         "python-stdlib (this interpreter's own library), a text file, a file of records (.jsonl, .json, .parquet; "
-        "the first two also as .gz and .zst), a folder of either, or a glob. A record has a text or a conversation: "
-        "messages, conversations, or prompt and completion.",
+        "the first two also as .gz and .zst), a folder of such files, or a glob. A record has a text or a "
+        "conversation: messages, conversations, or prompt and completion.",
         changes_results=True,
     )
     tokenizer: str = setting(
@@ -255,7 +256,7 @@ class DataSection:
     )
     max_bytes: int = setting(
         0,
-        "At most this many bytes of training text; 0 means all.",
+        "Maximum size of the training text in bytes; 0 means all.",
         low=0,
         most=1 << 53,
         changes_results=True,
@@ -329,7 +330,7 @@ class LossSection:
         allowed=("auto", "eager", "fused"),
     )
     chunk_rows: int = setting(
-        0, "Tokens whose logits are in memory at a time; 0 chooses.", low=0, most=1 << 26
+        0, "Tokens whose logits are in memory at a time; 0 is automatic.", low=0, most=1 << 26
     )
 
 
@@ -337,8 +338,8 @@ class LossSection:
 class RolloutSection:
     share: float = setting(
         0.0,
-        "Share of the forward passes whose rows are written by a model instead of read from the corpus, fresh in each "
-        "step (on-policy distillation); 0 is training on the corpus alone, 1 on written text alone. Written rows have "
+        "Share of the forward passes whose rows a model generates in that step, instead of reading them from the "
+        "corpus (on-policy distillation); 0 trains on the corpus alone, 1 on generated rows alone. Generated rows have "
         "no cross entropy.",
         low=0.0,
         high=1.0,
@@ -352,7 +353,7 @@ class RolloutSection:
     )
     divergence: str = setting(
         "reverse_kl",
-        "Divergence between teacher and student on written rows; jsd mixes by loss.beta.",
+        "Divergence between teacher and student on generated rows; loss.beta is the weight in jsd.",
         allowed=tuple(DIVERGENCES),
         changes_results=True,
     )
@@ -408,7 +409,7 @@ class TrainSection:
     )
     stop_after: int = setting(
         0,
-        "Steps of one session after which it saves and stops cleanly; 0 trains to the end.",
+        "Steps after which a session saves and stops cleanly; 0 trains to the end.",
         low=0,
         most=10**9,
     )
@@ -454,8 +455,8 @@ class TrainSection:
     )
     update: str = setting(
         "auto",
-        "What computes an update, gradient norm and clipping included: our kernels, which read and write each "
-        "number once (fused), or torch's. auto is fused on one GPU.",
+        "What computes an optimizer step, with the gradient norm and clipping: our kernels, which read and write each "
+        "number once (fused), or torch's operations (torch). auto is fused on one GPU.",
         allowed=("auto", "torch", "fused"),
     )
     seed: int = setting(
@@ -551,7 +552,8 @@ class ComputeSection:
         high=10.0,
     )
     deterministic: bool = setting(
-        False, "Refuse operations without a deterministic form (always true of the CPU path)."
+        False,
+        "Refuse operations without a deterministic form; the CPU path has only deterministic ones.",
     )
 
 
@@ -565,8 +567,8 @@ class MemorySection:
     )
     budget: str = setting(
         "enforce",
-        "A run predicted to need more memory than there is: refuse it before anything is uploaded (enforce), "
-        "or only warn (report).",
+        "What to do with a run that is predicted to need more memory than is available: refuse it before anything is "
+        "uploaded (enforce), or only warn (report).",
         allowed=("enforce", "report"),
     )
     limit_gib: float = setting(
@@ -649,8 +651,8 @@ class ChecksSection:
     )
     every: int = setting(
         0,
-        "Steps after which a step is audited again, in addition to the first two of a session and the last of a run "
-        "(0: no others); -1 leaves out the second too.",
+        "Steps between audited steps, in addition to the first two of a session and the last of a run; 0 audits no "
+        "others, and -1 leaves out the second too.",
         low=-1,
         most=10**9,
     )
@@ -749,8 +751,8 @@ class RunSpec:
         return settings_sha256(self.to_dict())
 
     @property
-    def unheard(self) -> RunSpec:
-        """Return the spec without receivers of messages, for a run that a command makes for itself."""
+    def without_receivers(self) -> RunSpec:
+        """The spec without receivers of notifications, for a run that a command starts for its own use."""
         return self.with_values({"notify.to": "none"})
 
     @property
@@ -766,7 +768,7 @@ class RunSpec:
 def settings_sha256(settings: Mapping[str, Any]) -> str:
     """Hash settings in the form of `to_dict`, without the sections `run` (where the run is kept), `gate`
     (what its result must reach) and `notify` (who gets messages about it). For stored settings it
-    equals the hash at the time they were stored, whatever settings have been added since."""
+    is the hash that they had when they were stored, even if settings were added since."""
     excluded = ("run", "gate", "notify")
     kept = {name: section for name, section in settings.items() if name not in excluded}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()

@@ -18,7 +18,7 @@ _SHOWN = 120
 
 
 def parse_set(argument: str) -> tuple[str, Any]:
-    """Parse the `key=value` of `--set`; the value is TOML if it parses as TOML, otherwise the text itself."""
+    """Parse the `key=value` of `--set`; a value that does not parse as TOML is a string."""
     key, equals, text = argument.partition("=")
     key = key.strip()
     if not equals or not key:
@@ -30,12 +30,12 @@ def parse_set(argument: str) -> tuple[str, Any]:
         return key, text
     except (RecursionError, ValueError) as error:
         raise SpecError([f"--set {shown(key)}: {refusal_of_toml(error)}"]) from None
-    # A text with a line break could define further keys.
+    # A value with a line break could define further keys.
     return key, parsed["v"] if len(parsed) == 1 else text
 
 
 def refusal_of_toml(error: RecursionError | ValueError) -> str:
-    """Say what TOML text exceeds: the nesting or the digits that can be parsed."""
+    """Return the message for TOML that is nested too deeply, or has an integer of too many digits."""
     if isinstance(error, RecursionError):
         return "expected a value, found lists or tables nested too deep to read"
     return f"expected integers of {limits.SPEC_DIGITS}, found one with thousands of digits"
@@ -58,7 +58,7 @@ def check_value(option: Option, value: Any) -> tuple[Any, str | None]:
                 return value, f"expected true or false, {found}"
         case "str":
             if not isinstance(value, str):
-                return value, f"expected a text in quotes, {found}"
+                return value, f"expected a string in quotes, {found}"
             if option.allowed and value not in option.allowed:
                 return value, f"expected one of {', '.join(option.allowed)}, {found}"
             limit = limits.SPEC_TEXT
@@ -81,12 +81,12 @@ def check_value(option: Option, value: Any) -> tuple[Any, str | None]:
 
 
 def text_problem(text: str, limit: limits.Limit = limits.SPEC_TEXT) -> str | None:
-    """Return why no setting can have this text; None where one can."""
+    """Return why a setting cannot have this string; None if it can."""
     size = len(text.encode("utf-8", "surrogateescape"))
     if size > limit.most:
-        return f"expected a text of {limit}, found {size:,}"
+        return f"expected a string of {limit}, found {size:,}"
     if "\0" in text:
-        return "expected a text without NUL, found one"
+        return "expected a string without NUL, found one"
     return None
 
 
@@ -104,7 +104,7 @@ def _range_problem(option: Option, value: float) -> str | None:
         and (high is None or value <= high)
         and (above is None or value > above)
     )
-    # `most` only catches slips, far above real use, so the range that is shown does not have it.
+    # `most` is far above real use and only catches slips, so other messages leave it out.
     if inside and most is not None and value > most:
         return f"a number of at most {most if isinstance(most, int) else f'{most:g}'}"
     if inside:

@@ -43,7 +43,7 @@ def replayed_spec(
     stages = {about.id for about in STAGES}
     others = ",".join(about.id for about in CHECKS if about.id not in stages)
     return dataclasses.replace(
-        spec.unheard,
+        spec.without_receivers,
         run=dataclasses.replace(spec.run, name=folder.name, out=str(folder.parent)),
         train=dataclasses.replace(spec.train, stop_after=stretch.end - stretch.begin),
         eval=dataclasses.replace(spec.eval, every=0),

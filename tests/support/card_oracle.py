@@ -72,18 +72,18 @@ def contradicts_the_files(card: str, folder: Path, run: RunFolder) -> str:
     found = re.search(r"model of (\S+) parameters", card)
     if found is not None and found[1] != format_count(parameters):
         return f"{found[1]} parameters, where its files have {parameters:,}"
-    for name, bits in re.findall(r"^\| (\S+) \| .*; (\S+) bits a weight", card, re.MULTILINE):
+    for name, bits in re.findall(r"^\| (\S+) \| .*; (\S+) bits per weight", card, re.MULTILINE):
         size, said = (folder / name).stat().st_size, float(bits) * parameters / 8
         # The rest of a file is its vocabulary.
         if not size - LARGEST_TABLES - 0.05 * size <= said <= 1.02 * size:
-            return f"{bits} bits a weight in {name}, which has {size:,} bytes for {parameters:,}"
+            return f"{bits} bits per weight in {name}, which has {size:,} bytes for {parameters:,}"
     models = view_of(run).models
     for role, sha256 in re.findall(r"^- `.*` \((.*?)\): .*tensors sha256 `(\w+)`", card, re.M):
         model = models.get("teacher" if role == "teacher" else "student")
         if model is not None and model.sha256 != sha256:
             return f"the {role} has the hash {sha256[:12]}, where it is {model.sha256[:12]}"
     # A licence that was given may have another text than those of the bases.
-    if "(inherited: " in card and "none of the base models had it in its folder" in card:
+    if "(inherited: " in card and "no base model has it in its folder" in card:
         spec = run.read_effective().get("spec", {})
         bases = [spec.get(role, {}).get("path") for role in ("teacher", "student")]
         for text in (text for base in bases if base for text in Path(base).glob("LICEN[CS]E*")):

@@ -51,7 +51,11 @@ def heldout_target(subject: Subject) -> Outcome:
         absent = "the saved student" if loss is None else "the untrained student"
         return unknown(HELDOUT, f"no held-out loss of {absent} in the log", **numbers)
     if changed := changed_since(run):
-        return unknown(HELDOUT, f"its held-out loss is of other files: {changed}", **numbers)
+        return unknown(
+            HELDOUT,
+            f"the student's files have changed since its held-out loss was measured: {changed}",
+            **numbers,
+        )
     # The receipt has the losses too, so that a changed log is detected.
     reported = (run.read_receipt() or {}).get("heldout_loss_nats") or {}
     for name, value in losses.items():
@@ -61,17 +65,17 @@ def heldout_target(subject: Subject) -> Outcome:
     texts = [f"loss {loss:.4f}, untrained {untrained:.4f}"]
     levels = []
     if gate.heldout_loss:
-        texts.append(f"at most {gate.heldout_loss:g}")
+        texts.append(f"target at most {gate.heldout_loss:g}")
         levels.append(Level.PASS if loss <= gate.heldout_loss else Level.FAIL)
     if gate.heldout_share == 0:
         levels.append(Level.PASS if loss < untrained else Level.FAIL)
     elif teacher is None or not teacher < untrained:
-        texts.append("no teacher's loss below it, so no share of the way")
+        texts.append("share of the way unknown: no teacher loss below the untrained student's")
         levels.append(Level.UNKNOWN)
     else:
         numbers["share"] = share = (untrained - loss) / (untrained - teacher)
         texts.append(
-            f"{share:.1%} of the way to the teacher's {teacher:.4f}, at least {gate.heldout_share:.1%}"
+            f"{share:.1%} of the way to the teacher's {teacher:.4f}, target at least {gate.heldout_share:.1%}"
         )
         levels.append(Level.PASS if share >= gate.heldout_share else Level.FAIL)
     return answered(HELDOUT, min(levels), ", ".join(texts), **numbers)
@@ -81,7 +85,7 @@ def changed_since(run: RunFolder) -> str:
     """Return the name of a file of the student that differs from the receipt; empty if none does."""
     verdicts = check_student_files(run, run.read_receipt() or {})
     return next((v.reason for v in verdicts.values() if v.level is not Level.PASS), "") or (
-        "" if verdicts else "the run has no receipt of them"
+        "" if verdicts else "the run has no receipt with their hashes"
     )
 
 
@@ -110,7 +114,7 @@ def eval_threshold(subject: Subject) -> Outcome:
             gates.append(unknown(EVAL, error.message))
             continue
         if about.get("weights_sha256") != weights:
-            gates.append(unknown(EVAL, f"{path} is of other weights than the run's"))
+            gates.append(unknown(EVAL, f"{path} evaluates other weights than the run's student"))
         elif not report.known or report.interval is None:
             every = report.problems * report.samples
             text = f"{path}: {every - report.attempts} of {every} programs were not judged"
@@ -118,8 +122,8 @@ def eval_threshold(subject: Subject) -> Outcome:
         else:
             low, high = report.interval
             text = (
-                f"{report.benchmark} pass@1 {report.pass_at_k[1]:.1%} [{low:.1%}, {high:.1%}], its lower end "
-                f"at least {threshold:.1%}"
+                f"{report.benchmark} pass@1 {report.pass_at_k[1]:.1%} [{low:.1%}, {high:.1%}], target of "
+                f"its lower end at least {threshold:.1%}"
             )
             if left_out := about.get("without"):
                 text += f" (without {', '.join(left_out)})"

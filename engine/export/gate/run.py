@@ -17,7 +17,7 @@ GATES: dict[str, Callable[[Subject], Outcome]] = dict(
 )
 
 
-def ask_gates(subject: Subject, only: Collection[str] = IDS) -> Iterator[Outcome]:
+def run_gates(subject: Subject, only: Collection[str] = IDS) -> Iterator[Outcome]:
     for id_, gate in GATES.items():
         if id_ not in only:
             continue

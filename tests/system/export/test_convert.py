@@ -524,7 +524,7 @@ def test_what_is_there_is_never_touched(name: str, kit: Kit, tmp_path: Path) -> 
     (tmp_path / "folder").mkdir()
     for file in ("there.gguf", "there.apr", "folder/keep"):
         (tmp_path / file).write_text("keep me")
-    with pytest.raises(WeightsError, match="expected a path where nothing is yet"):
+    with pytest.raises(WeightsError, match="expected a new path"):
         convert(kit.teacher, tmp_path / name, "f32")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "there.apr", "there.gguf"]
     assert (tmp_path / "there.gguf").read_text() == "keep me"
@@ -675,7 +675,7 @@ def test_a_gpu_that_is_not_there_is_refused(
     [
         (["{teacher}", "{tmp}/x.bin", "--quant", "f32"], 64, "say which with --format"),
         (["{teacher}", "{tmp}/x.apr", "--quant", "q8_0"], 64, "found q8_0"),
-        (["{teacher}", "{tmp}", "--quant", "f32"], 65, "a path where nothing is yet"),
+        (["{teacher}", "{tmp}", "--quant", "f32"], 65, "a new path"),
         (["{tmp}/none", "{tmp}/x.gguf", "--quant", "f32"], 65, "none"),
         (["{teacher}", "{tmp}/no/x.gguf", "--quant", "f32"], 65, "{tmp}/no"),
     ],

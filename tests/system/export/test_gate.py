@@ -17,7 +17,7 @@ from engine.data.batches import Batch
 from engine.evaluate.statistics import wilson
 from engine.export.gate.gate import Subject, does_not_apply, verdict_of
 from engine.export.gate.results import eval_threshold, heldout_target
-from engine.export.gate.run import ask_gates
+from engine.export.gate.run import run_gates
 from engine.export.gate.smoke import least_cross_entropy, smoke
 from engine.export.outcome import Outcome, answered
 from engine.log.folder import RunFolder
@@ -224,7 +224,7 @@ def test_what_keeps_one_gate_from_being_measured_leaves_the_others(
     effective = json.loads(run.effective.read_text())
     effective["spec"]["teacher"]["path"] = str(tmp_path / "gone")
     run.effective.write_text(json.dumps(effective))
-    found = {gate.id: gate for gate in ask_gates(of_run(run))}
+    found = {gate.id: gate for gate in run_gates(of_run(run))}
     assert found["smoke"].level == "unknown" and "gone" in found["smoke"].reason
     assert found["heldout"].level == "pass"
 

@@ -189,7 +189,7 @@ def test_an_evaluation_of_other_weights_or_one_that_is_not_finished_is_refused(
     about, *lines = other.read_text().splitlines()
     record = json.loads(about) | {"weights_sha256": "0" * 64}
     other.write_text("\n".join([json.dumps(record), *lines]) + "\n")
-    with pytest.raises(BadInput, match="expected one of these weights"):
+    with pytest.raises(BadInput, match="expected an evaluation of these weights"):
         examine(run, [other])
     (tmp_path / "notes.txt").write_text("pass@1 is 99 %\n")
     with pytest.raises(BadInput, match="results of `engine eval"):
@@ -218,7 +218,7 @@ def test_perplexity_as_it_was_printed_is_evidence(
 
 def test_a_folder_that_is_there_is_not_written_to(run: RunFolder, tmp_path: Path) -> None:
     (tmp_path / "tiny").mkdir()
-    with pytest.raises(BadInput, match="expected a path where nothing is yet"):
+    with pytest.raises(BadInput, match="expected a new path"):
         published(run, tmp_path / "tiny")
     assert not list((tmp_path / "tiny").iterdir())
 
@@ -401,7 +401,7 @@ def test_a_folder_that_was_published_is_what_its_manifest_says(
     assert check_manifest(folder).level == Level.UNKNOWN
     (folder / "notes.md").unlink()
     (folder / "tokenizer.json").unlink()
-    assert check_manifest(folder).reason == "tokenizer.json is lost"
+    assert check_manifest(folder).reason == "tokenizer.json is missing"
 
 
 @pytest.mark.parametrize(

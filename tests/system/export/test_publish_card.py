@@ -92,7 +92,7 @@ def test_a_card_says_which_text_was_learnt_and_where_the_licence_is(
     said = card(whole, tmp_path / "tiny", licence="mit")
     documents = f"of `{kit.corpus.name}`"
     assert documents in said and str(kit.corpus) not in said
-    assert "Its text is not in this folder" in said
+    assert "The licence's text is not in this folder" in said
     assert re.search(r"^license: \"mit\"$", said, re.MULTILINE)
 
 
@@ -134,9 +134,9 @@ def test_the_front_matter_is_what_yaml_reads_as_it_was_meant(
 @pytest.mark.parametrize(
     ("sampling", "words"),
     [
-        ('{"temperature": 0.0, "top_k": 0, "top_p": 1.0}', "of the likeliest tokens"),
+        ('{"temperature": 0.0, "top_k": 0, "top_p": 1.0}', "greedy"),
         ('{"temperature": 0.8, "top_k": 0, "top_p": 0.95}', "at temperature 0.8, top_p 0.95"),
-        ("{}", "not in its file"),
+        ("{}", "not recorded"),
     ],
 )
 def test_a_share_of_programs_says_how_they_were_drawn(
@@ -162,18 +162,18 @@ def test_what_a_card_says_of_its_files_and_its_bases_is_held_against_them(
     right = (
         f"A qwen2 model of {format_count(parameters)} parameters (2 layers).\n"
         f"- `teacher` (teacher): licence mit (its README.md), tensors sha256 `{teacher}`\n"
-        "| s.apr | apr in f32: 38 F32; 32.00 bits a weight |\n"
+        "| s.apr | apr in f32: 38 F32; 32.00 bits per weight |\n"
     )
     assert contradicts_the_files(right, folder, run) == ""
     for old, new, words in (
         (f"{format_count(parameters)} parameters", "9.9M parameters", "9.9M parameters, where"),
-        ("32.00 bits", "64.00 bits", f"64.00 bits a weight in s.apr, which has {size:,} bytes"),
+        ("32.00 bits", "64.00 bits", f"64.00 bits per weight in s.apr, which has {size:,} bytes"),
         (teacher, "0" * 64, "the teacher has the hash 000000000000"),
     ):
         assert words in contradicts_the_files(right.replace(old, new), folder, run)
     said = (
         "Licence of this model: **mit** (inherited: mit of `teacher` (teacher)).\n"
-        "Its text is not in this folder: none of the base models had it in its folder.\n"
+        "The licence's text is not in this folder: no base model has it in its folder.\n"
     )
     assert contradicts_the_files(right + said, folder, run) == ""
     base = tmp_path / "base"

@@ -76,10 +76,19 @@ def test_the_same_answers_pass() -> None:
     [
         (with_token(answer(), 2, 10), "step 3: token 10 instead of"),
         (replace(answer(), ids=[[1, 2, 3], [1, 2, 4], *answer().ids[2:]]), "another tokenizer"),
-        (replace(answer(), text=["other", *answer().text[1:]]), "the same tokens are other text"),
-        (moved(answer(), lambda row: row.__setitem__((4, 0), row[4, 0] + 0.01)), "apart, at most"),
+        (
+            replace(answer(), text=["other", *answer().text[1:]]),
+            "the same tokens are decoded to other text",
+        ),
+        (
+            moved(answer(), lambda row: row.__setitem__((4, 0), row[4, 0] + 0.01)),
+            "apart, expected at most",
+        ),
         (moved(answer(), lambda row: row.__setitem__((4, 0), np.nan)), "logits nan"),
-        (replace(answer(), logits=[row[:, :-1] for row in answer().logits]), "10 ids, expected 11"),
+        (
+            replace(answer(), logits=[row[:, :-1] for row in answer().logits]),
+            "10 logits, expected 11",
+        ),
         (Crashed("ended by signal 11"), "ended by signal 11"),
     ],
 )
@@ -221,7 +230,7 @@ def test_a_peer_that_is_absent_says_so_with_an_exit_status_of_its_own(tmp_path: 
     assert done.returncode == 3 and "transformers is not installed: not today" in done.stdout
 
 
-# Not Gemma 3: it is loaded, but its GELU there looks up fp16 numbers, and logits are 0.0022 of their size apart.
+# Not Gemma 3: it is loaded, but its GELU there looks up fp16 numbers, and logits are 0.0022 RMS apart.
 KNOWN_TO_LLAMA_CPP: dict[str, dict[str, object]] = {
     "qwen2": {},
     "qwen3": {},

@@ -200,7 +200,7 @@ def test_the_loss_and_its_gradient_are_those_of_trl(beta: float) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"teacher__path": "", "loss__alpha": 1.0}, "expected a teacher for written rows"),
+        ({"teacher__path": "", "loss__alpha": 1.0}, "expected a teacher for generated rows"),
         (
             {"compute__gpus": 2, "rollout__by": "teacher", "teacher__shard": "on"},
             "with a sharded teacher",

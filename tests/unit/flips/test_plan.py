@@ -38,7 +38,7 @@ def test_the_arms_differ_in_the_planned_setting_and_nothing_else(
 
 
 def test_a_setting_that_is_gone_cannot_be_flipped(spec: Path) -> None:
-    with pytest.raises(SpecError, match=r"--set teacher\.kernel: .* it is gone, as"):
+    with pytest.raises(SpecError, match=r"--set teacher\.kernel: .* it was removed, because"):
         make_plan(spec, ["teacher.kernel=dequantize"], order_seed=3)
 
 

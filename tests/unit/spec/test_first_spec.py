@@ -101,7 +101,7 @@ def test_a_teacher_that_is_switched_off_is_told_what_goes_with_it(folder: Path) 
 def test_a_spec_without_a_student_is_told_what_to_write(folder: Path) -> None:
     assert problems(folder, '[teacher]\npath = "teacher"\n') == [
         "kd.toml: student.path: expected exactly one of student.path and student.config, found neither; "
-        'write [student] path = "FOLDER or FILE" to go on with a model, or config = "config.json" for fresh weights'
+        'write [student] path = "FOLDER or FILE" to continue from a model, or config = "config.json" for fresh weights'
     ]
 
 
@@ -115,8 +115,8 @@ def test_an_empty_spec_names_both_models(folder: Path) -> None:
 def test_a_model_written_as_a_value_is_told_its_section(folder: Path) -> None:
     found = problems(folder, 'teacher = "teacher"\nstudent = "student"\n')
     assert found[:2] == [
-        'kd.toml:1: teacher: expected a section, [teacher] with path = "teacher", found a text',
-        'kd.toml:2: student: expected a section, [student] with path = "student", found a text',
+        'kd.toml:1: teacher: expected a section, [teacher] with path = "teacher", found a string',
+        'kd.toml:2: student: expected a section, [student] with path = "student", found a string',
     ]
 
 

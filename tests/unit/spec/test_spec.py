@@ -98,9 +98,7 @@ def test_a_setting_that_is_gone_says_why_it_cannot_have_another_value(
 ) -> None:
     text = f'[student]\nconfig = "c.json"\n[loss]\nalpha = 1\n[teacher]\nkernel = {value}\n'
     (found,) = problems(tmp_path, text)
-    expected = (
-        f"kd.toml:6: teacher.kernel: expected no such setting, found {value}: it is gone, as "
-    )
+    expected = f"kd.toml:6: teacher.kernel: expected no such setting, found {value}: it was removed, because "
     assert found.startswith(f"{expected}a training step has too many rows for the fused kernel")
 
 
@@ -280,5 +278,5 @@ def test_a_prompt_that_the_teacher_reads_may_be_longer_than_other_texts(tmp_path
     file.write_text(spec_to_toml(spec))
     assert read_spec(file)[0]["teacher"]["context"] == prompt
     for key, text in (("context", "x" * 33_000), ("path", "x" * 4001)):
-        with pytest.raises(SpecError, match=rf"teacher.{key}: expected a text of at most"):
+        with pytest.raises(SpecError, match=rf"teacher.{key}: expected a string of at most"):
             spec_from_dict({**student, "teacher": {"path": "t", key: text}})
