@@ -55,6 +55,8 @@ _STEPS = 64
 _SAME_LOSS = 0.02
 """Maximum relative difference of two losses on the same rows that differ only in precision or in the order of
 sums."""
+_SLOW_S = 0.02
+"""Minimum difference of two durations of a step that is no noise of the machine, in seconds."""
 _ROUNDING = 1e-4
 """Maximum relative difference of two numbers that were computed in the same way."""
 _PIECES = 0.95
@@ -393,7 +395,8 @@ def _unjudged(a: _Run, b: _Run, kind: str, check: OwnCheck, changed: set[str]) -
         for pair in zip(*(step.answers for step in steps), strict=False)
     )
     # The check may be of the duration.
-    if a.parameters != b.parameters or not all(answers) or 2 * b.step_s < a.step_s:
+    is_faster = 2 * b.step_s < a.step_s and a.step_s - b.step_s > _SLOW_S
+    if a.parameters != b.parameters or not all(answers) or is_faster:
         return
     at = end.step if is_in_step or not end.failed else end.step - 1
     losses_a, losses_b = (

@@ -147,11 +147,13 @@ def verdict_of(view: RunView, state: str, path: object = "RUN") -> RunVerdict:
         text = "its steps and its loss are not visible from outside"
     elif has_ended(state):
         few = len(view.steps) if view.imported is not None else 0
-        text = (
-            f"{few} logged steps are too few to judge"
-            if few
-            else "it ended before anything could be judged"
-        )
+        script = view.script_ended
+        if few:
+            text = f"{few} logged steps are too few to judge"
+        elif script is not None and script.optimizers == 0:
+            text = "the script created no torch optimizer, so that its steps were not seen"
+        else:
+            text = "it ended before anything could be judged"
     else:
         phase = "starting" if view.phase is None else event_text(view.phase)
         text = f"{phase}, no step yet"

@@ -541,7 +541,7 @@ NONSENSE = {
         "exit",
         "loss =",
         "loss = (model(x) - y).square().amin()",
-        "B did not do the work of A: its",
+        "B did not do the work of A: its|it failed differently",
     ),
     "fewer rows, read again": Attempt(
         OF_A_GENERATOR,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.catalogue import ALERTS, BY_ID, CHECKS, IDENTITIES
-from engine.log.events import Event, ProcessFound, RunFinished, TrainerExited, Watched
+from engine.log.events import Event, ProcessFound, RunFinished, ScriptEnded, TrainerExited, Watched
 from engine.log.view import RunView
 from engine.watch.verdict_line import RunVerdict, run_verdict_lines, verdict_of
 from tests.support.judged import (
@@ -127,6 +127,19 @@ def test_it_is_shown_with_a_sign_what_was_seen_and_what_to_do(tmp_path: Path) ->
     assert first.startswith("✗ WRONG since step 3: ") and seen == "  nothing zeroed them"
     assert todo.startswith("  do: ")
     assert verdict_of(view, state).signed(ascii_only=True).startswith("x WRONG")
+
+
+def test_a_script_without_an_optimizer_is_not_seen_and_the_verdict_says_so(tmp_path: Path) -> None:
+    script = ScriptEnded(how="returned", optimizers=0)
+    line = verdict(tmp_path, script, ended("COMPLETED", 0)).line
+    assert line == "UNKNOWN: the script created no torch optimizer, so that its steps were not seen"
+
+
+def test_a_script_that_raised_is_to_be_corrected_and_not_diagnosed_again(tmp_path: Path) -> None:
+    watched = example_of(Watched)
+    raised = ScriptEnded(how="raised", exception="ValueError", message="bad", where="a.py:3")
+    found = verdict(tmp_path, watched, raised, ended("FAILED"))
+    assert "read the last lines" in found.action and "diagnose" not in found.action
 
 
 def test_exit_codes_are_those_of_a_verdict(tmp_path: Path) -> None:
