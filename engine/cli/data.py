@@ -1,15 +1,15 @@
 """Show the data of a spec before anything is trained on it, or what a step of a run has trained on.
 
     engine data SPEC                  documents, tokens, lengths, labels, what is left out and why, copies
-    engine data SPEC --samples 5      with the beginning of five documents: what is to be predicted is marked
-    engine data SPEC --ask-teacher    also whether the teacher knows the text, or stops the run because it does not
+    engine data SPEC --samples 5      with the beginning of five documents, in which tokens with labels are marked
+    engine data SPEC --ask-teacher    also whether the teacher knows the text; a run stops if it does not
     engine data SPEC --json           the same as one JSON value
-    engine data RUN --step 137        the rows of one step: documents, text, and whether they were due
+    engine data RUN --step 137        the rows of one step: documents, text, and whether these rows were expected
 
-The numbers are of the tokens that the models would read. Of a large corpus at most 16 MiB are read; --all reads
-everything. In a text what has a label is shown in reverse, or between ⟦ and ⟧ where there is no terminal or NO_COLOR
-is set. Rows of a step are looked up in the corpus by their hashes in the run's records: what is shown is what was
-trained on, and a row that was not due is marked as such.
+All numbers count the tokens that the models would read. Of a large corpus at most 16 MiB are read; --all reads
+everything. Tokens with labels are shown in reverse, or between ⟦ and ⟧ where there is no terminal or NO_COLOR is set.
+The rows of a step are found in the corpus by their hashes in the run's records, so the rows that are shown are those
+that were trained on. A row that the order of the data does not give for this step is marked.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flag(
         parser,
         "--ask-teacher",
-        "make two steps of the run in a temporary folder, to say whether the teacher knows the text",
+        "run two steps in a temporary folder, to test whether the teacher knows the text",
     )
     add_json(parser)
 
@@ -119,7 +119,7 @@ def _show_data(
     if first_steps is not None:
         put(first_steps.asked_text)
     elif spec.has_teacher:
-        put("teacher: not asked whether it knows this text (--ask-teacher)")
+        put("teacher: not tested on this text (--ask-teacher)")
     for text in inputs.models:
         put(text)
     for note in inputs.notes:

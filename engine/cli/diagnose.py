@@ -203,7 +203,7 @@ def _diagnosis_lines(name: str, diagnosis: Any, *, everything: bool) -> list[str
         if entry.cleared_unix_s is not None:
             end = f"over after {format_seconds(entry.cleared_unix_s - entry.unix_s)}"
         if not entry.replayed:
-            end += "; raised while the run was active, and not again from its logs"
+            end += "; raised while the run was active, but not when its logs were read again"
         head, *rest = alert_lines(entry.alert)
         lines += ["", head, f"  raised at {clock_text(entry.unix_s)}, {end}", *rest]
     if everything:

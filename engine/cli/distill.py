@@ -1,7 +1,7 @@
 """Distil a student according to a spec, or continue a run.
 
     engine distill kd.toml                          start, follow, and print the result
-    engine distill kd.toml --check                  are the inputs sound, and what would it take? two steps are made
+    engine distill kd.toml --check                  check the inputs, and measure time and memory in two steps
     engine distill kd.toml --set loss.alpha=0.5     with one setting changed
     engine distill --resume runs/kd-20260101-120000 continue after a kill, a stop or a full disk; with
                                                     --set KEY=VALUE --allow-change KEY with another setting
@@ -164,7 +164,7 @@ def _join(arguments: argparse.Namespace) -> int:
     if place.hosts > 1 and arguments.meet is None:
         raise UsageError("--join: expected --meet HOST:PORT, the same on each host, found none")
     place.ranks(spec_from_dict(folder.read_effective()["spec"]).compute.gpus)
-    # No host gets past the first step without the others: each finds the same checkpoints.
+    # No host gets past the first step without the others, so all find the same checkpoints.
     launched = launch(folder, resume=any(published(folder.checkpoints)), place=place)
     if arguments.detach:
         launched.leave(b"d")
@@ -209,8 +209,8 @@ def _check_new_run(arguments: argparse.Namespace) -> _NewRun:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    """Say what a new run would train on and take; returns the trainer's exit code where its first steps fail, 2 where
-    they cannot be made on this machine."""
+    """Print the data, time and memory of a new run. Return the trainer's exit code if its first steps fail, 2 if they
+    cannot be run on this machine."""
     from engine.models.transformers_config import library_warnings
     from engine.plan.data_size import measure_data
 

@@ -95,14 +95,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             least=1,
         )
         add_sampling(code)
-        add_path(code, "--results", "FILE", "where results go (MODEL-WHAT.jsonl here)")
+        add_path(code, "--results", "FILE", "file of results (default: MODEL-WHAT.jsonl)")
         add_path(
             code,
             "--against",
             "MODEL|RESULTS",
             "a second model, or its file of results: McNemar's test",
         )
-        add_repeated(code, "--without", "TASK_ID", "leave one out; repeatable")
+        add_repeated(code, "--without", "TASK_ID", "leave out a problem; may be repeated")
         code.add_argument(
             "--unfit",
             type=int,
@@ -233,7 +233,7 @@ def _refuse_usage(arguments: argparse.Namespace) -> None:
             "one program"
         )
     if arguments.samples > 1 and arguments.against is not None:
-        raise UsageError("--against — expected one program a problem, found --samples")
+        raise UsageError("--against — expected one program per problem, found --samples")
 
 
 def _read(arguments: argparse.Namespace) -> Problems:
@@ -279,7 +279,7 @@ def _read_other(against: Path | None, problems: Problems) -> Side | None:
 
 
 def _refuse_no_model(path: Path) -> None:
-    """Refuse what is no model now: a sandbox, or another model's programs, take longer than its headers."""
+    """Raise an error now if `path` is no model: reading its headers is fast, and everything before its use is slow."""
     from engine.evaluate.model import model_path
     from engine.formats.open import open_weights
 

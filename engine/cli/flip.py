@@ -1,5 +1,5 @@
-"""Test a suspicion: run two arms of a spec, or of a training script that is not ours, alternately, with one setting
-changed, until it is clear which is better.
+"""Test a suspicion: run two arms of a spec or of any training script alternately, with one setting changed, until it
+is clear which is better.
 
     engine flip runs/kd-1 --set teacher.backend=quantized     a run's spec against the changed one
     engine flip kd.toml --set compute.threads=1 --budget 3m   at most 3 minutes for all pairs
@@ -9,7 +9,7 @@ changed, until it is clear which is better.
     engine flip runs/train-1 --set loader.workers=4   a watched run: A is its command, the probe changes B
     engine flip runs/kd-1 --ends "alert gpu_idle" --set teacher.backend=dequantized   does it end what the run showed?
     engine flip runs/train-1 --propose                what the alerts of a run suggest, with the commands
-    engine flip --resume flips/20260101-120000-compute-threads   go on after an interruption
+    engine flip --resume flips/20260101-120000-compute-threads   continue after an interruption
 
 Of a watched run each arm is started in a copy of the script's folder. A script is ended after --steps optimizer
 steps, with its trackers offline; {seed} is the number of the pair.
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="arm A: a run folder or a spec; or, after --, the command of both arms",
     )
     difference_help = (
-        "what differs in arm B; with several the verdict is about the bundle, not about one of them"
+        "a setting that differs in arm B; with several, the verdict is about all of them together"
     )
     add_repeated(parser, "--set", "KEY=VALUE", difference_help)
     for arm in ("a", "b"):
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         what = f"a variable of the environment of arm {arm.upper()}"
         add_repeated(parser, f"--env-{arm}", "NAME=VALUE", what)
     for name, metavar, default, what in (
-        ("--hypothesis", "TEXT", "", "what is to be tested"),
+        ("--hypothesis", "TEXT", "", "the hypothesis to test, in words"),
         ("--budget", "TIME", None, "time for all pairs, as 90s or 5m (5m, or what the run needs)"),
         ("--margin", "SHARE", "5%", "difference that is too small to matter (5%%)"),
         ("--metric", "M", None, "step_s, peak_memory_bytes, energy_per_token_j, final_loss"),
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, metavar=metavar, default=default, help=what)
     for name, limit, what in (
         ("--steps", limits.STEPS, "steps of each run (12, or what a watched run needs)"),
-        ("--pairs", limits.PAIRS, "pairs at most (16)"),
+        ("--pairs", limits.PAIRS, "maximum number of pairs (16)"),
         ("--seed", limits.SEED, "seed of the order inside the pairs (from the clock)"),
     ):
         add_number(parser, name, limit, what, metavar="N")
@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flag(parser, "--share", "measure while another experiment runs")
     ends_help = "ask whether B ends what the run showed, not by how much a metric changes"
     parser.add_argument("--ends", metavar="OBSERVATION", help=ends_help)
-    add_path(parser, "--resume", "DIR", "go on with this flip instead")
+    add_path(parser, "--resume", "DIR", "continue this flip instead")
     add_flag(parser, "--propose", "list what a run's alerts suggest to flip, start nothing")
     add_flag(parser, "--dry-run", "show the plan, start nothing")
     add_json(parser, "print the verdict as one JSON value")
@@ -132,7 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _propose(arguments: argparse.Namespace) -> int:
-    """Say what could be flipped about a run, and with which command."""
+    """Print the flips that are proposed for a run, with their commands."""
     from engine.flips.proposals import proposal_fields, proposal_lines, proposals
     from engine.log.fold import Follower
     from engine.log.folder import open_run, read_command, settings_of

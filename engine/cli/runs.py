@@ -228,7 +228,7 @@ def add_tail_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="log lines to print first (20)",
     )
-    add_json(parser, "print JSON: one value, with -f one a line")
+    add_json(parser, "print JSON: one value; with -f one value per line")
 
 
 def tail(arguments: argparse.Namespace) -> int:
@@ -326,7 +326,7 @@ def _activity_sections(run: RunFolder, view: Any) -> dict[str, list[str]]:
     from engine.log.identities import identity_lines
     from engine.log.text import command_lines, decision_lines
 
-    # A run whose settings cannot be read is shown as one of the engine.
+    # A run whose settings cannot be read is shown like a run of the engine.
     with contextlib.suppress(RunLogError):
         if (command := read_command(run)) is not None:
             return {"command": command_lines(view, command), "identities": identity_lines(view)}

@@ -8,9 +8,9 @@
     engine why test                      run the next experiment: the run as it was, and with the change, in turn
     engine why show | check | close | export
     engine why check --all               hash every file of every finding, judge every test again
-    engine why new runs/kd-1 --seen "check step_loss" --why-of hang     the next why, of the cause that was found
-    engine why withdraw c1 "mistyped"                 no longer suspected; it stays on record
-    engine why note "the fan was loud"                kept, and supports nothing
+    engine why new runs/kd-1 --seen "check step_loss" --why-of hang     the next why, about the confirmed cause
+    engine why withdraw c1 "mistyped"                 no longer suspect c1; it stays on record
+    engine why note "the fan was loud"                add a note, which is no evidence
 
 What went wrong is a line of the run's log: an alert, a failed check, what contradicts a script, an exit. A cause is
 one change that would end it, as `engine flip RUN --propose` names them. A test is `engine flip --ends`, registered in
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     action("cause", "add a possible cause").add_argument(
         "change", help="KEY=VALUE, NAME=VALUE, words, or FILE:N=TEXT"
     )
-    test = action("test", "run the next experiment, or go on with it")
+    test = action("test", "run the next experiment, or continue it")
     test.add_argument("--cause", default="", metavar="ID", help="c2 (default: the next open one)")
     add_number(test, "--steps", limits.STEPS, "steps of a run without the change", metavar="N")
     test.add_argument("--budget", metavar="TIME", help="time for all pairs, as 90s or 5m")
@@ -85,14 +85,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flag(test, "--dry-run", "show the plan, start nothing")
     withdraw = action("withdraw", "mark a cause as no longer suspected; it stays on record")
     withdraw.add_argument("cause", metavar="ID", help="c2")
-    withdraw.add_argument("reason", help="why: a mistyped change, another cause")
-    action("note", "keep some words; they support nothing").add_argument("text")
-    action("show", "print it")
+    withdraw.add_argument("reason", help="the reason, such as a mistyped change")
+    action("note", "add a note, which is no evidence").add_argument("text")
+    action("show", "print the finding")
     check = action("check", "check every byte, and judge every test again")
     add_flag(check, "--all", "every finding in the folder")
     close = action("close", "close with the confirmed cause, or as unresolved")
-    close.add_argument("--unresolved", default="", metavar="REASON", help="why there is none")
-    export = action("export", "enter it into LOG.md; with --to, copy it into another folder first")
+    close.add_argument(
+        "--unresolved", default="", metavar="REASON", help="why no cause is confirmed"
+    )
+    export = action(
+        "export", "add the finding to LOG.md; with --to, copy it into another folder first"
+    )
     add_path(export, "--to", "DIR", "another evidence folder")
 
 

@@ -1,5 +1,5 @@
-"""Changes of a finding on disk, for `engine why`, the screens and the notebook. Each holds the lock of its folder, so a
-shell and a screen can work on the same finding. Errors are the engine's own."""
+"""Change a finding on disk, for `engine why`, the screens and the notebook. Each change holds the lock of the finding's
+folder, so a shell and a screen can work on the same finding."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def withdraw(bundle: Bundle, cause: str, why: str) -> Finding:
 
 
 def note(bundle: Bundle, text: str) -> Finding:
-    """Keep a person's words; they support nothing."""
+    """Add a note of a person; it is no evidence."""
     kept = Note(text=_must_have_words(text, "note"), **_signed())
     return bundle.change(lambda now: replace(now, notes=(*now.notes, kept)))
 

@@ -158,7 +158,7 @@ def _file_faults(
         name = str(path.relative_to(bundle.path))
         is_folder = path.is_dir() and not path.is_symlink()
         if name not in (folders if is_folder else wanted):
-            yield Fault(name, "the finding does not name it")
+            yield Fault(name, f"{FINDING} does not list it")
     for name in sorted(copied):
         path = bundle.path / name
         try:
@@ -171,13 +171,14 @@ def _file_faults(
             yield Fault(name, f"expected sha256 {hashes[name][:16]}, found {found[:16]}")
     logged = logged_seal(bundle.path)
     if logged is not None and logged != seal:
-        text = f"records the seal {logged[:16]}, but {FINDING} has {seal[:16]}: export it again if you edited it"
+        text = f"records the seal {logged[:16]}, but {FINDING} has {seal[:16]}: "
+        text += "if you edited the finding, export it again"
         yield Fault(LOG, text)
 
 
 def _observation_faults(bundle: Bundle, finding: Finding) -> Iterator[Fault]:
-    """Compare the observation with the copied logs of the run, as far as they were copied; its texts only where nothing
-    was redacted."""
+    """Compare the observation with the logs of the run that were copied. Its texts are compared only if nothing was
+    redacted in the logs."""
     seen = finding.observed
     files = {log: finding.files.get(f"observed/{log}.jsonl") for log in LOGS}
     is_whole = all(
@@ -193,7 +194,7 @@ def _observation_faults(bundle: Bundle, finding: Finding) -> Iterator[Fault]:
         return
     same = [one for one in named if (one.log, one.seq) == (seen.log, seen.seq)]
     if is_whole:
-        # An observation of an earlier version has no sign.
+        # An observation of an earlier version has no field `sign`.
         same = [
             one
             for one in same
@@ -288,11 +289,11 @@ def _pair_faults(
         named = {Path(outcome.run).name for pair in pairs for outcome in pair.arms}
         extra = {path.name for path in (folder / "arms").glob("*")} - named
         if extra or any("." in name for name in named):
-            yield "a run was repeated after an interruption, or is in no pair"
+            yield "a run was repeated after an interruption, or belongs to no pair"
     ids = {finding.observed.run_id}
     for number, pair in enumerate(pairs, start=1):
         if pair.number != number or number > plan.pairs_max or pair.b_first != order[number - 1]:
-            yield f"pair {number} is not the one that its plan has there"
+            yield f"pair {number} has another number or order than in its plan"
         if why := _not_flipped(plan, pair, folder):
             yield f"pair {number}: {why}"
         if same_work(plan, pair.a, pair.b, folder) != pair.proofs["equal"]:

@@ -187,7 +187,7 @@ def _end_state(plan: Plan, view: RunView, state: str, *, over: bool) -> tuple[st
         own_reason = done.reason
     if view.exit is None:
         return state, own_reason
-    # A run whose own log says that it stopped had been asked to; its exit code adds nothing.
+    # A run that logged a stop had been asked to stop; its exit code adds nothing.
     is_stopped = done is not None and done.state == "stopped"
     return "stopped" if is_stopped else view.exit.state.lower(), own_reason or view.exit.sentence
 
@@ -487,7 +487,7 @@ def _wait_for_end_state(follower: Follower) -> str:
 
 
 def _poll(follower: Follower) -> None:
-    # The view holds what could be read; a killed writer may leave less than a line.
+    # A killed writer may leave an incomplete last line; the view has the lines before it.
     with contextlib.suppress(RunLogError):
         follower.poll()
 

@@ -36,7 +36,7 @@ TRACKERS = {
     "COMET_START_ONLINE": "0",
     "COMET_OFFLINE_DIRECTORY": OUT,
     "MLFLOW_TRACKING_URI": f"file://{OUT}/mlruns",
-    # Without it MLflow refuses to begin a run in files.
+    # Without this variable MLflow refuses to store a run in files.
     "MLFLOW_ALLOW_FILE_STORE": "true",
 }
 """Environment variables that keep these short runs out of the user's projects at experiment trackers."""

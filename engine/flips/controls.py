@@ -4,7 +4,7 @@
     slow   A made slower by twice the margin must be detected as slower
 
 A verdict counts as measured only with both controls. They must be at most a day old, from the same machine,
-device and engine, of the same spec apart from the flipped settings, and have a margin no wider. They are
+device and engine, of the same spec apart from the flipped settings, and with the same or a narrower margin. They are
 stored in `controls.jsonl` of the user's state folder, one line each. A metric that waiting does not lengthen
 has no positive control; verdicts on such a metric stay screens.
 """

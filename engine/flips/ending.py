@@ -2,8 +2,9 @@
 
     engine flip runs/kd-1 --ends "alert stalled_at_start" --set teacher.backend=dequantized
 
-Arm A is the run as it was, B has the change. Both run until they show the observation, or have passed its step by as
-many steps as it covers; nothing is shortened or measured, so they evaluate and decide as the run did.
+Arm A is the run as it was, B has the change. Both run until they show the observation, or have made half as many steps
+again as the run needed to show it. No setting is shortened and nothing is measured, so both evaluate and choose as the
+run did.
 """
 
 from __future__ import annotations
@@ -63,11 +64,11 @@ def ending_plan(
     section = change.key.partition(".")[0]
     # Fewer evaluations observe less; a stall is observed without any.
     if section in OBSERVERS or (section == "eval" and observed.id not in STALLS):
-        found = "one of the checks that observe it"
+        found = "a setting of what observes it"
         raise BadInput.expected("change", str(change), "a setting of the job", found)
     _refuse_hiding(path, observed, change)
     if plan.steps < observed.step:
-        text = f"at least the {observed.step} after which the run showed it"
+        text = f"at least {observed.step}, after which the run showed it"
         raise BadInput.expected("steps", "of the flip", text, str(plan.steps))
     pairs = pairs_to_confirm(attempt)
     limit_s = max(LEAST_WAIT_S, LONGEST_WAIT * max(observed.after_s, observed.window_s))
@@ -112,20 +113,20 @@ def _refuse_hiding(path: Path, observed: Observed, change: Change) -> None:
 
     if change.key.startswith("APR_") or change.key in PYTHONS_OWN:
         expected = "a variable of the job"
-        raise refused(expected, "one that changes what Python checks, or the probe")
+        raise refused(expected, "a variable that changes what Python checks, or the probe")
     names = changed_by(change.key, change.text(b=False), change.text(b=True))
     if any("seed" in name.lower() for name in names):
-        raise refused("a cause", "another seed: a sample by chance, as each pair has its own")
+        raise refused("a cause", "another seed, which is chance: each pair has its own seed")
     found = LINE.fullmatch(change.key)
     command = read_command(RunFolder(path))
     if found is None or command is None:
         return
     folder, number = Path(command.folder), int(found["number"])
     if same_code(folder, change.key, change.text(b=True)):
-        raise refused("one of what is executed", "a comment or spaces: the code is the same")
+        raise refused("a change of the code", "a change of comments or spaces only")
     source = {found["file"]: read_text(folder / found["file"], "script", SCRIPT)}
     if (
         raised_at(observed)
         and (found["file"], number) in find_own_check(source, raised_at(observed)).lines
     ):
-        raise refused("one that leaves the failure possible", "the statement that raises it")
+        raise refused("a change that leaves the failure possible", "the statement that raises it")

@@ -201,7 +201,7 @@ def _step(script: _Script) -> tuple[ast.stmt, str] | None:
     if statement is None or found is None:
         return None
     call, receiver = found
-    # A gradient scaler is given the optimizer.
+    # `GradScaler.step` takes the optimizer.
     return statement, script.source(call.args[0] if call.args and _name(call.args[0]) else receiver)
 
 

@@ -8,9 +8,10 @@
     B_DID_NOT_COMPLETE    at least the limit, and is never estimated
     B_FASTER, B_SLOWER    the interval lies outside the margin ("faster": less of the metric)
     EQUIVALENT            the interval lies inside the margin
-    B_ENDS_IT, B_KEEPS_IT of a flip that asks whether a change ends what was observed: A shows it and B does not,
-                          B shows it too
-    NOT_SEEN              A does not show it either
+    B_ENDS_IT             A shows the observation and B does not; this verdict and the next two answer a flip that
+                          asks whether a change ends an observation
+    B_KEEPS_IT            B shows the observation
+    NOT_SEEN              neither A nor B shows the observation
     INCONCLUSIVE          pairs or budget ran out, or the user stopped, before any of these
 
 One pair decides a hang, because a limit of minutes without progress needs no statistics. Any other failure is
@@ -118,11 +119,11 @@ def judge(plan: Plan, pairs: Sequence[Pair], ended: str = "") -> Judgement | Non
 def _judge_shown(plan: Plan, pairs: Sequence[Pair], ended: str) -> Judgement | None:
     """Judge whether B's change ends what was observed.
 
-    One run of B that shows it decides: the change does not end it. A pair in which a run failed in
-    another way, was ended from outside or made too few steps has no result, and UNTESTABLE of them end the test. Of the
-    other pairs, those in which only A shows it count: `pairs_to_confirm` of them in a row confirm, or
-    `shown_to_confirm` if A shows it in some runs only. Pairs whose runs are bit-identical count as one; if all pairs
-    are, the verdict holds for this seed alone.
+    One run of B that shows the observation decides: the change does not end it. A pair has no result if one of its
+    runs failed in another way, was ended from outside or made too few steps; UNTESTABLE such pairs end the test. Of
+    the other pairs, those in which only A shows the observation count. `pairs_to_confirm` of them in a row confirm that
+    the change ends it, or `shown_to_confirm` of them if not every run of A shows it. Pairs whose runs are bit-identical
+    count as one; if all pairs are bit-identical, the verdict holds for this seed alone.
     """
     counted, spoilt = [], []
     for pair in pairs:
@@ -147,7 +148,7 @@ def _judge_shown(plan: Plan, pairs: Sequence[Pair], ended: str) -> Judgement | N
         return Judgement(ENDS_IT, text)
     if always and distinct == 1 and len(shown) >= needed:
         return Judgement(
-            ENDS_IT_HERE, f"{text}; all pairs computed the same, so for this seed alone"
+            ENDS_IT_HERE, f"{text}; all pairs are bit-identical, so this holds for this seed alone"
         )
     if not shown and (ended or len(counted) >= pairs_to_confirm(plan.attempt)):
         why = f": {counted[-1].a.reason}" if counted else ""
@@ -155,7 +156,7 @@ def _judge_shown(plan: Plan, pairs: Sequence[Pair], ended: str) -> Judgement | N
     if not ended:
         return None
     also = f"; {'; '.join(spoilt)}" if spoilt else ""
-    return Judgement(INCONCLUSIVE, f"{text}, of {needed} that it takes; {ended}{also}")
+    return Judgement(INCONCLUSIVE, f"{text}; a verdict needs {needed} such pairs; {ended}{also}")
 
 
 def _why_no_result(pair: Pair) -> str:
@@ -174,15 +175,15 @@ def interval_of(plan: Plan, pairs: Sequence[Pair]) -> Interval | None:
     if not differences:
         return None
     if _is_exact(plan, pairs):
-        # The same number each time has no error.
+        # Copies of one measurement have no error.
         d, n = differences[0], len(differences)
         return Interval(mean=d, low=d, high=d, pairs=n, deviation=0.0)
     return anytime_interval(differences, alpha=1 - plan.level, prior_weight=plan.prior_weight)
 
 
 def _is_exact(plan: Plan, pairs: Sequence[Pair]) -> bool:
-    """Return whether the metric is that of one seed, so that a further pair is a copy of the first: the runs of the
-    only pair begin with the same loss, or those of each arm end at the same one."""
+    """Return whether all pairs have the same seed, so that a further pair is a copy of the first: both runs of the only
+    pair begin with the same loss, or, with several pairs, all runs of each arm have the same metric."""
     if not plan.has_one_seed or not all(pair.complete for pair in pairs):
         return False
     first = pairs[0]
@@ -215,7 +216,7 @@ def _did_not_complete(
         arm = own_failures[0].arm
         count = sum(o.arm == arm for o in own_failures)
         text = f"{arm} did not complete in {count} of {count_of(len(pairs))} ({own_failures[0].in_words()})"
-        text += ": the times of the others are no fair sample of it"
+        text += ": its other runs are not a fair sample"
         return Judgement(INVALID, text, interval)
     return None
 
@@ -280,7 +281,7 @@ def conclude(
     outcomes = outcomes_of(flip.pairs)
     changed = [edited] if (edited := flip.edited()) else []
     if flip.began_with != surroundings:
-        changed.append("it went on with another machine, device or engine than it began with")
+        changed.append("it was continued on another machine, device or engine")
     missing = _why_no_measurement(plan, judgement, verdicts, outcomes)
     interval, needed = judgement.interval, None
     if interval is not None and judgement.verdict == INCONCLUSIVE:
@@ -387,7 +388,7 @@ def _why_no_measurement(
     required, censored = VERDICTS[judgement.verdict].requires, judgement.censored
     reasons = [] if required else [f"{judgement.verdict} measures nothing"]
     if required and censored and censored["p"] > plan.alpha:
-        reasons.append(f"{count_of(censored['pairs'])} alone, which chance may do")
+        reasons.append(f"{count_of(censored['pairs'])} alone may be chance")
     reasons += [
         f"{CONTROLS[name]}: {proved.reason}"
         for name, proved in verdicts.items()
@@ -396,15 +397,15 @@ def _why_no_measurement(
     # Other users of the GPU, as far as the logs show them.
     others = max((outcome.gpu_used_before_bytes or 0.0 for outcome in outcomes), default=0.0)
     if others > FOREIGN_BYTES:
-        text = f"{format_bytes(others)} of it were in use before a run began"
-        reasons.append(f"others on the GPU: {text}")
+        text = f"{format_bytes(others)} of its memory were in use before a run began"
+        reasons.append(f"other programs on the GPU: {text}")
     return reasons
 
 
 def _commands(plan: Plan, flip: FlipFolder, fields: Mapping[str, Any], options: str) -> list[str]:
     """Return the commands for the next action, and for reading the log of a run that did not complete."""
     if fields["interrupted"]:
-        return [f"go on: engine flip --resume {flip.path}"]
+        return [f"continue: engine flip --resume {flip.path}"]
     commands = []
     if options:
         defaults = {"metric": "step_s", "margin": MARGIN, "steps": STEPS}

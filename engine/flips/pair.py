@@ -149,15 +149,15 @@ def _prove_changed(change: Change, b: Outcome) -> Verdict:
     """Prove from its log that the probe changed a setting in arm B's script."""
     text = f"{change.key}={change.b}"
     if b.choices.get(change.key) == change.b:
-        return Verdict(Level.PASS, f"{text} was put in the place of what the script has")
+        return Verdict(Level.PASS, f"{text} replaced the script's own value")
     if not b.completed:
-        return Verdict(Level.UNKNOWN, f"arm B did not come to {text}")
-    why = "the script has that itself, or nothing that it could change"
+        return Verdict(Level.UNKNOWN, f"arm B ended before {text} was applied")
+    why = "the script already has this value, or nothing that the setting applies to"
     return Verdict(Level.FAIL, f"NotFlipped: {text} changed nothing in arm B: {why}")
 
 
 def flipped(plan: Plan, a: Outcome, b: Outcome) -> Verdict:
-    """Prove that the planned settings had an effect; that of words and variables cannot be seen."""
+    """Prove that the planned settings had an effect. The effect of words and variables cannot be proved."""
     what = " and ".join(map(str, plan.changes)) or "nothing"
     verdicts = [Verdict(Level.PASS, f"the arms differ in {what} alone")]
     if plan.observed is None:
@@ -177,17 +177,17 @@ def _prove_decided(change: Change, a: Outcome, b: Outcome) -> Verdict:
         if choice is None or is_choice_of_the_engine(asked) or choice == as_choice(asked):
             continue
         text = (
-            f"NotFlipped: {key} is {choice} in arm {outcome.arm}, asked for was {as_choice(asked)}"
+            f"NotFlipped: {key} is {choice} in arm {outcome.arm}, where {as_choice(asked)} was set"
         )
         return Verdict(Level.FAIL, text)
     choices = a.choices.get(key), b.choices.get(key)
     if None in choices:
         if any(choices) or not (a.completed and b.completed):
             missing = "A" if choices[0] is None else "B"
-            return Verdict(Level.UNKNOWN, f"arm {missing} did not come to decide {key}")
-        return Verdict(Level.PASS, f"{key} is no decision: the settings say it")
+            return Verdict(Level.UNKNOWN, f"arm {missing} ended before it chose {key}")
+        return Verdict(Level.PASS, f"{key} is used as set: no decision is made about it")
     if choices[0] == choices[1]:
-        return Verdict(Level.FAIL, f"NotFlipped: {key} came to {choices[0]} in both arms")
+        return Verdict(Level.FAIL, f"NotFlipped: {key} is {choices[0]} in both arms")
     return Verdict(Level.PASS, f"{key} was {choices[0]} in A and {choices[1]} in B")
 
 
@@ -202,7 +202,7 @@ def equal(plan: Plan, a: Outcome, b: Outcome) -> Verdict:
         if not may_change and _differ(a.facts[name], b.facts[name]):
             text = f"{name} is {a.facts[name]!s:.40} in A and {b.facts[name]!s:.40} in B"
             if plan.command is not None:
-                return Verdict(Level.UNKNOWN, f"{text}, which may be meant")
+                return Verdict(Level.UNKNOWN, f"{text}, which may be intended")
             return Verdict(Level.FAIL, f"SilentFallback: {text}")
     logged = {*a.facts, *b.facts}
     # A run without a teacher lacks the teacher's facts in both arms.
@@ -216,7 +216,7 @@ def equal(plan: Plan, a: Outcome, b: Outcome) -> Verdict:
         return Verdict(Level.UNKNOWN, f"not in both logs: {', '.join(missing)}")
     is_sampled = "watch.sample_seconds" not in plan.keys
     if is_sampled and a.facts["device"] != CPU and None in (a.slowed, b.slowed):
-        text = "no reading of the clocks fell into the measured steps of both arms"
+        text = "an arm has no reading of the GPU's clocks in its measured steps"
         return Verdict(Level.UNKNOWN, text)
     return Verdict(Level.PASS, f"the same in both arms: {', '.join(common)}")
 
@@ -225,7 +225,7 @@ def _find_disturbance(a: Outcome, b: Outcome) -> Verdict | None:
     """Return a failed verdict if the machine itself treated the arms differently."""
     if a.suspended or b.suspended:
         asleep = " and ".join(o.arm for o in (a, b) if o.suspended)
-        return Verdict(Level.FAIL, f"Suspended: the machine slept in {asleep}")
+        return Verdict(Level.FAIL, f"Suspended: the machine slept during {asleep}")
     slowed = (a.slowed or 0.0, b.slowed or 0.0)
     if abs(slowed[0] - slowed[1]) > SLOWED_SHARE:
         text = f"clocks were held down {slowed[0]:.0%} of the time in A and {slowed[1]:.0%} in B"
@@ -253,7 +253,7 @@ def parity(plan: Plan, a: Outcome, b: Outcome) -> Verdict | None:
     for name, left, right in losses:
         if left is None or right is None:
             if left != right:
-                return Verdict(Level.FAIL, f"{name} is finite in one arm alone")
+                return Verdict(Level.FAIL, f"{name} is finite in one arm only")
             continue
         gap = abs(left - right) / max(abs(left), abs(right), 1e-30)
         if gap > plan.parity:
@@ -263,4 +263,4 @@ def parity(plan: Plan, a: Outcome, b: Outcome) -> Verdict | None:
             worst, where = gap, name
     if not losses:
         return Verdict(Level.UNKNOWN, "the arms have no losses to compare")
-    return Verdict(Level.PASS, f"losses agree to {worst:.2g} of themselves ({where})")
+    return Verdict(Level.PASS, f"losses differ by at most {worst:.2g} of their value ({where})")

@@ -203,7 +203,7 @@ class Plan:
 
     @property
     def has_one_seed(self) -> bool:
-        """Whether the metric is a loss of a command that no pair gives another seed."""
+        """Whether the metric is a loss of a command without {seed}, so that each pair may run with the same seed."""
         words = () if self.command is None else self.command.words
         return bool(words) and self.metric == "final_loss" and not any(SEED in w for w in words)
 
@@ -416,13 +416,15 @@ def _check_command(
         )
     if not changes:
         found = ", ".join(f"{key} {value!r}" for key, value in arms[0].items())
-        raise BadInput.expected("arms", "of the flip", "two that differ", f"{found} in both")
+        raise BadInput.expected("arms", "of the flip", "arms that differ", f"{found} in both")
     for changed in arms:
         try:
             program = command.arm(changed, Path(), 0).words[0]
         except ValueError as error:
             found = repr(changed[WORDS])
-            raise BadInput.expected("words", found, "words of a shell", str(error)) from error
+            raise BadInput.expected(
+                "words", found, "words quoted as in a shell", str(error)
+            ) from error
         except IndexError:
             program = ""
         if "/" in program:
@@ -459,7 +461,7 @@ def _check_numbers(plan: Plan) -> None:
             plan.steps,
         ),
         ("pairs", 0 < plan.pairs_max <= PAIRS_LIMIT, f"1 to {PAIRS_LIMIT}", plan.pairs_max),
-        ("budget", plan.budget_s > 0, "some seconds", f"{plan.budget_s:g}"),
+        ("budget", plan.budget_s > 0, "more than 0 seconds", f"{plan.budget_s:g}"),
     ):
         if not is_valid:
             raise BadInput.expected(name, "of the flip", expected, str(found))
@@ -480,7 +482,7 @@ def _changes(base: RunSpec, sets: Sequence[str]) -> tuple[Change, ...]:
         a, b = tree[section][key], changed[section][key]
         if section in EXTERNAL:
             problems.append(
-                f"--set {dotted}: expected a setting of the training, found where the run is stored"
+                f"--set {dotted}: expected a setting of the training, found one of where the run is stored"
             )
         elif a == b:
             problems.append(

@@ -100,7 +100,7 @@ def why_impossible(proposal: Proposal, view: RunView, settings: Mapping[str, Any
     if decision is not None and decision.choice == proposal.value:
         return f"the run chose {proposal.value} by itself: both arms would do the same"
     if decision is not None and proposal.value in decision.impossible:
-        return dict(decision.rejected).get(proposal.value, "the run cannot have it on this machine")
+        return dict(decision.rejected).get(proposal.value, "it is not possible on this machine")
     if proposal.knob == "teacher.backend" and settings.get("teacher.path") == "":
         return "the run has no teacher"
     return ""
@@ -141,7 +141,7 @@ class Idea(NamedTuple):
     assignment: str
     hypothesis: str
     alerts: tuple[str, ...] = ()
-    """Alerts that put it first; without an active one it is only in the list of what may be tried."""
+    """Alerts for which it is proposed first; without such an alert it is only listed as one that may be tried."""
     needs: tuple[str, ...] = ()
     """Requirements of the test: a GPU, several ranks, something compiled, a DataLoader."""
     options: tuple[str, ...] = ()
@@ -271,7 +271,7 @@ def _as_option(idea: Idea, given: Mapping[str, tuple[str, str]]) -> tuple[str, s
     value = idea.value or idea.assignment.partition("=")[2]
     spelt, old = given.get(name, (f"--{name[2:].replace('-', '_')}", None))
     if old == "":
-        return spelt, "the command has it already"
+        return spelt, "the command already has this option"
     if old is not None and old.isdecimal() and value.isdecimal() and int(old) >= int(value):
         value = str(2 * int(old))
     return f"{spelt} {value}", f"it is {value} already" if old == value else ""
@@ -309,7 +309,7 @@ def proposal_lines(found: Sequence[Proposal], source: str) -> list[str]:
     lines = []
     for proposal in found:
         if proposal.impossible:
-            lines += [f"{proposal.assignment}: not here: {proposal.impossible}"]
+            lines += [f"{proposal.assignment}: cannot be tested: {proposal.impossible}"]
             continue
         line = shlex.join(["engine", "flip", source, *proposal.options])
         lines += [

@@ -96,7 +96,7 @@ def _lines_of(folder: Path, name: str) -> tuple[Path, int, list[str]]:
     path, _, number = name.rpartition(":")
     file = folder / path
     if not file.resolve().is_relative_to(folder.resolve()) or file.is_symlink():
-        raise BadInput.expected("line", name, f"a file of {folder}", "one of elsewhere, or a link")
+        raise BadInput.expected("line", name, f"a file of {folder}", "a file outside it, or a link")
     text = read_text(file, "script", SCRIPT)
     return file, int(number), text.splitlines(keepends=True)
 
@@ -118,7 +118,7 @@ def write_line(folder: Path, name: str, text: str) -> None:
 
 
 def same_code(folder: Path, name: str, text: str) -> bool:
-    """Whether another text of a line leaves the syntax tree of its file as it is. Raises BadInput, OSError."""
+    """Return whether the syntax tree of a file stays the same with another text of a line. Raises BadInput, OSError."""
     _, before, after = _with_line(folder, name, text)
     try:
         return ast.dump(ast.parse(before)) == ast.dump(ast.parse(after))
@@ -138,8 +138,8 @@ def hash_files(folder: Path) -> dict[str, str]:
 
 
 def keep_code(folder: Path, code: Mapping[str, str], to: Path) -> None:
-    """Keep in the folder `to` the list of a script's files, and next to it, once for each content, those of at most
-    KEPT_BYTES under their SHA-256. Raises OSError."""
+    """Store the list of a script's files in the folder `to`. Next to it, store the files of at most KEPT_BYTES under
+    their SHA-256, so that equal files are stored once. Raises OSError."""
     to.mkdir(parents=True)
     (to / CODE).write_text(json.dumps(code, indent=1, sort_keys=True), encoding="utf-8")
     left_bytes = ALL_KEPT_BYTES

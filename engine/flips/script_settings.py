@@ -37,17 +37,17 @@ SCRIPT_SETTINGS: dict[str, ScriptSetting] = {
         "pin_memory: {} of each DataLoader",
     ),
     "loader.persistent_workers": ScriptSetting(
-        "workers that stay from one pass over the data to the next",
+        "workers that are kept from one epoch to the next",
         SWITCH,
         "persistent_workers: {} of each DataLoader",
     ),
     "attention.backend": ScriptSetting(
-        "the kernel of scaled_dot_product_attention; the plain one where it cannot be used",
+        "the kernel of scaled_dot_product_attention; math where it cannot be used",
         ("flash", "efficient", "cudnn", "math"),
         "torch.nn.attention.sdpa_kernel or torch.backends.cuda.enable_*_sdp: {} alone",
     ),
     "matmul.precision": ScriptSetting(
-        "of float32 matmuls on a GPU: high may use TF32",
+        "precision of float32 matmuls on a GPU: high may use TF32",
         ("highest", "high", "medium"),
         'torch.set_float32_matmul_precision("{}")',
     ),

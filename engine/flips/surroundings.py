@@ -90,7 +90,7 @@ def device_lock(device: str, holder: str, *, share: bool = False) -> Iterator[No
             file,
             "to open it",
             error.strerror or str(error),
-            hint="--share does without",
+            hint="--share needs no lock",
         ) from error
     try:
         try:
@@ -158,7 +158,7 @@ def time_of_run(view: RunView, warm_up_steps: int) -> tuple[float, float] | None
 
 
 def _estimated_pairs(plan: Plan) -> int:
-    """Return the number of pairs that the estimate of the time goes up to."""
+    """Return the largest number of pairs for which the time is estimated."""
     return min(2 * plan.pairs_min, plan.pairs_max)
 
 
@@ -197,9 +197,8 @@ def resource_lines(plan: Plan, resources: Resources, controls: int) -> list[str]
         pair_s = 2 * resources.run_s
         low, high = pair_s * min(plan.pairs_min, plan.pairs_max), pair_s * _estimated_pairs(plan)
         time_text = f"about {format_seconds(pair_s)} a pair ({resources.run_source}), "
-        time_text += (
-            f"{format_seconds(low)} to {format_seconds(high)} for {plan.pairs_min} pairs and more"
-        )
+        time_text += f"{format_seconds(low)} to {format_seconds(high)} for "
+        time_text += f"{plan.pairs_min} to {_estimated_pairs(plan)} pairs"
     text = (
         f"at most {format_seconds(plan.budget_s)}, a run at most {format_seconds(plan.run_limit_s)}"
     )

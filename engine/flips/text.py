@@ -24,7 +24,7 @@ def plan_lines(plan: Plan) -> list[str]:
     )
     runs = f"of {plan.steps} steps, the first {plan.warm_up_steps} warm up"
     if plan.observed is not None:
-        metric = f"asked: {plan.definition} ({plan.observed.text})"
+        metric = f"question: {plan.definition} ({plan.observed.text})"
         lasting = format_seconds(plan.observed.window_s) if plan.observed.window_s else ""
         runs = f"until a run shows it, or has made {plan.steps} steps{lasting and f' and gone on for {lasting}'}"
     return [
@@ -52,7 +52,7 @@ def _command_lines(plan: Plan) -> list[str]:
     ]
     if plan.has_one_seed:
         lines.append(
-            f"seed: no {SEED} in the command; if the script sets its own, pairs are copies and one decides"
+            f"seed: no {SEED} in the command; if the script sets its own, all pairs are the same and one decides"
         )
     return lines
 

@@ -179,7 +179,7 @@ _DID_TOO_LITTLE = {
     ),
     NO_STEPS: Answer(
         "nothing was measured: no optimizer of torch stepped where the probe could see it",
-        "see what `engine watch` says of the command",
+        "run the command with `engine watch` and read its messages",
     ),
 }
 
@@ -193,7 +193,7 @@ def _invalid(fields: Fields) -> Answer:
         action = "close the other programs" if busy_with(fields) else "let the machine become idle"
         if not _varies_with_load(fields):
             action = "raise --pairs"
-        sentence = f"the pairs disturb each other: {'; '.join(findings.values())}"
+        sentence = f"the pairs are not independent: {'; '.join(findings.values())}"
         return Answer(sentence, f"{action} and run it again")
     if fields["metric"] == SHOWN:
         return Answer(f"not tested: {fields['reason']}", "read the log of B")
@@ -205,8 +205,8 @@ def _invalid(fields: Fields) -> Answer:
     if states == {first["state"]} and first["state"] in _DID_TOO_LITTLE:
         return _DID_TOO_LITTLE[first["state"]]
     sentence = (
-        f"not comparable: {len(failed)} of {len(fields['raw_runs'])} runs did not finish, of "
-        f"{'both arms' if len(arms) == 2 else f'arm {arms[0]}'}, the first in pair {first['pair']} "
+        f"not comparable: {len(failed)} of {len(fields['raw_runs'])} runs did not finish, in "
+        f"{'both arms' if len(arms) == 2 else f'arm {arms[0]}'}, first in pair {first['pair']} "
         f"({str(first['state']).replace('_', ' ')})"
     )
     if states == {OVER_THE_LIMIT} and len(arms) == 2:
@@ -250,7 +250,7 @@ VERDICTS = {
         Level.UNKNOWN,
         lambda fields: Answer(
             f"could not be tested: {fields['reason']}",
-            "mend the change, or the run, and test it again",
+            "repair the change, or the run, and test it again",
         ),
         is_in_logs=True,
     ),

@@ -50,7 +50,7 @@ MEASURED_S, LONGEST_S = 5.0, 120.0
 MOST_STEPS = 200
 """Maximum number of steps of an arm."""
 REDACTED = "[redacted: "
-"""Beginning of what replaces a secret in a run folder."""
+"""Beginning of the text that replaces a secret in a run folder."""
 
 
 def watched_plan(path: Path, b: Mapping[str, str | None], **how: Any) -> Plan:
@@ -111,8 +111,8 @@ def arms_of(run: RunFolder, b: Mapping[str, str | None]) -> Arms:
     a: dict[str, str | None] = {**given}
     words, changed = command.arguments, dict(b)
     if not words or any(REDACTED in text for text in (*words, *given.values())):
-        found = "one with a secret, which is not kept" if words else "none"
-        raise _refused(run.path, "a command that the run folder keeps", found)
+        found = "a command with a secret, which is not stored" if words else "none"
+        raise _refused(run.path, "the whole command in the run folder", found)
     if (options_of_b := changed.pop(WORDS, None)) is not None:
         words, a[WORDS] = _without_options(words, options_of_b)
         changed[WORDS] = options_of_b

@@ -239,8 +239,8 @@ def test_a_script_that_a_variable_breaks_is_explained_by_real_runs(
     for nothing, said in (
         (f"train.py:{line}=pass", "the statement that raises it"),
         (f"train.py:{line - 1}=if not os.environ['MODE']:", "the statement that raises it"),
-        (f"train.py:{line}=raise ValueError('no such mode')  # why?", "the code is the same"),
-        ("PYTHONOPTIMIZE=1", "one that changes what Python checks"),
+        (f"train.py:{line}=raise ValueError('no such mode')  # why?", "comments or spaces only"),
+        ("PYTHONOPTIMIZE=1", "a variable that changes what Python checks"),
     ):
         refused = ask("why", "cause", nothing)
         assert refused.code == 65 and said in refused.err, refused.err

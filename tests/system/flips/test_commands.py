@@ -119,9 +119,9 @@ def test_a_setting_that_changes_nothing_in_b_is_not_judged(folder: Path) -> None
     [
         ("train.py:99999=pass", "a file of "),
         ("nowhere.py:1=pass", "nothing there"),
-        ("../other.py:1=pass", "one of elsewhere"),
-        ("link.py:1=pass", "one of elsewhere, or a link"),
-        ("train.py:2=import json, os, sys", "two that differ"),
+        ("../other.py:1=pass", "a file outside it"),
+        ("link.py:1=pass", "a file outside it, or a link"),
+        ("train.py:2=import json, os, sys", "arms that differ"),
     ],
 )
 def test_a_line_that_is_none_is_refused(folder: Path, name: str, said: str) -> None:

@@ -284,7 +284,7 @@ def test_pairs_that_depend_on_their_order_are_run_again(tmp_path: Path) -> None:
     b_first = [True, False] * 4
     pairs = timed([0.4 + 0.05 * first + 0.001 * i for i, first in enumerate(b_first)], b_first)
     said = answer(fields_of(tmp_path, pairs, plan(pairs_min=8)))
-    assert said.sentence.startswith("the pairs disturb each other: pairs that began with B differ")
+    assert said.sentence.startswith("the pairs are not independent: pairs that began with B differ")
     assert said.action == "let the machine become idle and run it again"
     loss = plan(pairs_min=8, metric="final_loss")
     said = answer(fields_of(tmp_path / "loss", loaded(pairs, 4.2), loss))
@@ -295,14 +295,14 @@ def test_an_arm_that_fails_now_and_then_is_no_fair_comparison(tmp_path: Path) ->
     pairs = [*timed(FASTER), pair(5, outcome("A"), incomplete("B", "crashed"))]
     said = answer(fields_of(tmp_path, pairs))
     assert said.sentence == (
-        "not comparable: 1 of 10 runs did not finish, of arm B, the first in pair 5 (crashed)"
+        "not comparable: 1 of 10 runs did not finish, in arm B, first in pair 5 (crashed)"
     )
     assert said.action == "read the log of arms/01-b"
 
 
 def test_two_arms_that_fail_are_no_comparison(tmp_path: Path) -> None:
     said = answer(fields_of(tmp_path, [pair(1, hang("A"), hang("B"))]))
-    assert "2 of 2 runs did not finish, of both arms" in said.sentence
+    assert "2 of 2 runs did not finish, in both arms" in said.sentence
     assert said.action == "run it again with a larger --budget"
 
 

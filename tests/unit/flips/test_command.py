@@ -127,11 +127,11 @@ def test_a_command_has_both_controls_and_those_of_other_words_do_not_speak_of_it
     ("a", "b", "words", "said"),
     [
         ({WORDS: "1"}, {WORDS: "2"}, TRAIN[:2], "expected {} where the words"),
-        ({WORDS: "1"}, {WORDS: "1"}, TRAIN, "expected two that differ, found {} '1' in both"),
-        ({"X": "1"}, {"X": "1"}, TRAIN, "expected two that differ, found X '1' in both"),
+        ({WORDS: "1"}, {WORDS: "1"}, TRAIN, "expected arms that differ, found {} '1' in both"),
+        ({"X": "1"}, {"X": "1"}, TRAIN, "expected arms that differ, found X '1' in both"),
         ({WORDS: "1"}, {WORDS: "2"}, ("nosuch", "{}"), "nosuch — expected a program to start"),
         ({WORDS: ""}, {WORDS: "nosuch"}, ("{}",), "expected a program to start"),
-        ({WORDS: "'1"}, {WORDS: "2"}, TRAIN, "expected words of a shell"),
+        ({WORDS: "'1"}, {WORDS: "2"}, TRAIN, "expected words quoted as in a shell"),
     ],
 )
 def test_arms_that_cannot_be_run_are_refused_in_one_line(

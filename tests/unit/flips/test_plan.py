@@ -128,7 +128,7 @@ def test_a_change_that_cannot_be_made_is_refused(spec: Path, sets: list[str], sa
         ("margin", 0.0, "share between 0 and 1"),
         ("steps", 5, "at least 6"),
         ("pairs_max", 0, "1 to 64"),
-        ("budget_s", 0.0, "some seconds"),
+        ("budget_s", 0.0, "more than 0 seconds"),
     ],
 )
 def test_numbers_out_of_range_are_refused(spec: Path, name: str, value: object, said: str) -> None:

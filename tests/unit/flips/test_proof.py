@@ -24,14 +24,14 @@ def test_an_arm_that_decided_otherwise_than_it_was_told_was_not_flipped() -> Non
     liar = outcome("B", choices={"compute.threads": "2"})
     said = flipped(made, outcome("A"), liar)
     assert said.level == Level.FAIL
-    assert said.reason == "NotFlipped: compute.threads is 2 in arm B, asked for was 1"
+    assert said.reason == "NotFlipped: compute.threads is 2 in arm B, where 1 was set"
 
 
 def test_auto_that_comes_to_the_value_of_the_other_arm_was_not_flipped() -> None:
     made = plan(WAIT)
     a, b = (outcome(arm, choices={WAIT.key: "passive"}) for arm in "AB")
     said = flipped(made, a, b)
-    assert said.reason == "NotFlipped: compute.thread_wait came to passive in both arms"
+    assert said.reason == "NotFlipped: compute.thread_wait is passive in both arms"
 
 
 def test_an_arm_that_never_came_to_decide_is_not_proved() -> None:
@@ -76,7 +76,7 @@ def test_a_gpu_whose_clocks_were_not_read_is_not_proved_equal() -> None:
     [
         ({"losses": [5.0, 4.2, 3.0]}, "the loss of step 2 is 4 in A and 4.2 in B"),
         ({"teacher_loss": 2.1}, "the teacher's held-out loss is 2 in A and 2.1 in B"),
-        ({"losses": [5.0, None, 3.0]}, "the loss of step 2 is finite in one arm alone"),
+        ({"losses": [5.0, None, 3.0]}, "the loss of step 2 is finite in one arm only"),
     ],
 )
 def test_an_arm_that_computes_something_else_fails_parity(
@@ -89,7 +89,7 @@ def test_an_arm_that_computes_something_else_fails_parity(
 def test_parity_passes_within_the_tolerance_and_says_how_far_apart() -> None:
     answer = parity(plan(THREADS), outcome("A"), outcome("B", losses=[5.0, 4.04, 3.0]))
     assert answer is not None and answer.level == Level.PASS
-    assert "0.0099 of themselves (the loss of step 2)" in answer.reason
+    assert "0.0099 of their value (the loss of step 2)" in answer.reason
 
 
 def test_parity_is_not_asked_of_a_setting_that_may_change_the_losses() -> None:

@@ -149,7 +149,10 @@ def test_others_on_the_gpu_are_named_and_make_it_a_screen(tmp_path: Path) -> Non
     pairs = timed(FASTER)
     pairs[2] = replace(pairs[2], a=replace(pairs[2].a, gpu_used_before_bytes=8 * 2.0**30))
     verdict = concluded(tmp_path / "f", pairs)
-    assert verdict["class"] == "screen" and "8.0 GiB of it were in use" in verdict["why_grade"][0]
+    assert (
+        verdict["class"] == "screen"
+        and "8.0 GiB of its memory were in use" in verdict["why_grade"][0]
+    )
 
 
 def test_pairs_are_read_back_as_they_were_written(tmp_path: Path) -> None:
@@ -257,7 +260,7 @@ def test_the_budget_covers_the_pairs_that_the_estimate_names() -> None:
     short = plan(budget_s=300.0)
     made = surroundings.with_time_limits(short, known(60.0), own_budget=False)
     said = "\n".join(surroundings.resource_lines(made, known(60.0), 0))
-    assert "8m00s to 16m00s for 4 pairs and more" in said and "at most 20m00s" in said
+    assert "8m00s to 16m00s for 4 to 8 pairs" in said and "at most 20m00s" in said
     pairs = [replace(p, seconds=130.0) for p in timed([0.1] * 8)]
     assert [why_no_more(made, pairs[:n]) for n in range(8)] == [""] * 8
     # The user's own budget stays, and so does that of pairs which nobody would wait for.

@@ -112,7 +112,7 @@ def test_a_large_folder_with_an_output_option_is_not_copied(tmp_path: Path) -> N
     [
         ({"part_of": "first"}, "a later training of first"),
         ({"folder": "/nosuch"}, "no such folder"),
-        ({"environment": ["KEY=[redacted: token]"]}, "one with a secret"),
+        ({"environment": ["KEY=[redacted: token]"]}, "a command with a secret"),
     ],
 )
 def test_a_run_whose_command_cannot_be_run_again_is_refused(

@@ -148,7 +148,7 @@ def _row(place: int, proposal: Proposal) -> Row:
     """Return a suggestion as a row."""
     key, source = f"{place} {proposal.assignment}", one_line(proposal.source)
     if proposal.impossible:
-        text = f"{proposal.assignment}   not here: {one_line(proposal.impossible)}"
+        text = f"{proposal.assignment}   cannot be tested: {one_line(proposal.impossible)}"
         return Row(key=key, text=text, tone="quiet", sign="/")
     asked = f"{proposal.hypothesis}: " if proposal.ends else ""
     return Row(key=key, text=f"{asked}{proposal.assignment}   {source}")

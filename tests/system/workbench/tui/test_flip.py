@@ -232,11 +232,14 @@ def test_the_impossible_is_shown_and_cannot_be_chosen(ended_run: Path) -> None:
         assert isinstance(screen, FlipScreen)
         options = screen.query_one(OptionList).options
         refused = [str(option.prompt) for option in options if option.disabled]
-        words = "/ memory.allocator=managed   not here: managed memory needs a GPU, and the run computes on the CPU"
+        words = "/ memory.allocator=managed   cannot be tested: managed memory needs a GPU, and the run computes on "
+        words += "the CPU"
         assert any(text.startswith(words) for text in refused), refused
         # What a GPU alone has is refused on a CPU, whatever the setting.
         for words in ("train.update=fused", "student.graphs=on", "kernels.layers=fused"):
-            assert any(text.startswith(f"/ {words}   not here: ") for text in refused), refused
+            assert any(text.startswith(f"/ {words}   cannot be tested: ") for text in refused), (
+                refused
+            )
         assert options[-1].disabled and not options[0].disabled
         screen.query_one(OptionList).action_last()
         await settle(pilot)
