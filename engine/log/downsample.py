@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from engine.log.table import Column, Table, is_absent, numbers
@@ -145,28 +145,6 @@ def points_of(name: str, points: Sequence[tuple[float, float]]) -> Trace:
     """Return single points (x, y) as a line through them."""
     single = tuple(bucket_at(x, y) for x, y in points)
     return Trace(name=name, buckets=single, last=points[-1][1] if points else None)
-
-
-def smoothed(trace: Trace, reach: float) -> Trace:
-    """Return the exponential moving average over x of the middles of buckets: a point at distance `reach`
-    before x has weight 1/e.
-
-    The weights are those of the points seen so far (as in Adam's bias correction), so it does not begin at 0. It
-    begins again after a value that is not finite.
-    """
-    averaged, mean, weight, before = [], 0.0, 0.0, 0.0
-    for bucket in trace.buckets:
-        if bucket.low is None or bucket.high is None or bucket.non_finite:
-            weight = 0.0 if bucket.non_finite else weight
-            averaged.append(bucket)
-            continue
-        x = bucket.x_first / 2 + bucket.x_last / 2
-        # Places do not decrease, but a clock may have been set back between two logs.
-        kept = weight * math.exp(min(0.0, before - x) / reach) if reach > 0 else 0.0
-        weight, before = kept + 1.0, x
-        mean += ((bucket.low / 2 + bucket.high / 2) - mean) / weight
-        averaged.append(replace(bucket, low=mean, high=mean))
-    return replace(trace, buckets=tuple(averaged))
 
 
 def window_traces(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.log.downsample import points_of, smoothed, window_traces
+from engine.log.downsample import window_traces
 from engine.log.events import Compiled
 from engine.log.figures import marks_of
 from engine.log.fold import Follower
@@ -105,16 +105,6 @@ def test_one_spike_of_a_million_steps_is_drawn_and_zoomed_to() -> None:
     assert [x.high for x in near.buckets].count(9.0) == 1
     (close,) = window_traces(table, ("loss",), 777_770, 777_790, 200)
     assert [x.x_first for x in close.buckets if x.high == 9.0] == [777_777.0]
-
-
-def test_a_moving_average_forgets_with_distance_and_begins_at_the_first_value() -> None:
-    points = [(0.0, 8.0), (1.0, 4.0), (1.0, 4.0), (0.5, 4.0), (1e9, 2.0)]
-    found = [bucket.low for bucket in smoothed(points_of("loss", points), 10.0).buckets]
-    assert found[0] == 8.0 and found[-1] == pytest.approx(2.0)
-    assert found[1] == pytest.approx((8.0 * math.exp(-0.1) + 4.0) / (math.exp(-0.1) + 1.0))
-    broken = points_of("loss", [(0.0, 8.0), (1.0, math.nan), (2.0, 4.0)])
-    after = smoothed(broken, 10.0).buckets
-    assert after[1].non_finite and after[2].low == 4.0
 
 
 # What is drawn.

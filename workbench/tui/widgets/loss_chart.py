@@ -19,7 +19,7 @@ from textual.events import Click
 from textual.message import Message
 from textual.reactive import reactive
 
-from engine.log.downsample import GAP, Trace, points_of, smoothed, window_traces
+from engine.log.downsample import GAP, Trace, points_of, window_traces
 from engine.log.figures import LOSSES, gap_text, held_out, lanes_of, references
 from engine.log.table import Table
 from engine.log.text import clock_text, number_text
@@ -44,8 +44,6 @@ from workbench.tui.widgets.chart_view import ChartView
 CURVES = ("held-out", "training", "parts")
 """Charts that can be shown on top."""
 LETTERS = {"loss": "L", "ce": "C", "kd": "K"}
-REACH = 0.05
-"""Length of the moving average of the losses, as a share of the shown range."""
 
 
 class LossChart(ChartView, can_focus=True):
@@ -81,7 +79,6 @@ class LossChart(ChartView, can_focus=True):
         Binding(
             "c", "curves", "curves", tooltip="held-out losses, the training loss, or its parts"
         ),
-        Binding("e", "smooth", "smooth", tooltip="moving average of the training losses on or off"),
         Binding("escape", "drop", "no cursor", show=False, tooltip="remove the cursor"),
     ]
 
@@ -98,7 +95,6 @@ class LossChart(ChartView, can_focus=True):
     log_y: reactive[bool] = reactive(False)
     curves: reactive[str] = reactive("")
     """One of CURVES that was asked for; empty for what the run has."""
-    is_smooth: reactive[bool] = reactive(False)
 
     def __init__(self, title: str, *, ascii_only: bool, id: str) -> None:
         super().__init__(ascii_only=ascii_only, id=id, classes="pane")
@@ -112,7 +108,7 @@ class LossChart(ChartView, can_focus=True):
     def watch_window(self) -> None:
         self._write_title()
 
-    watch_log_y = watch_curves = watch_is_smooth = watch_window
+    watch_log_y = watch_curves = watch_window
 
     def _write_title(self) -> None:
         snapshot = self.snapshot
@@ -120,7 +116,6 @@ class LossChart(ChartView, can_focus=True):
         title = self._title if snapshot is None or snapshot.command is None else "1 loss"
         words = [title, "" if snapshot is None else self._on_top(snapshot.view)]
         words += ["log axis" if self.log_y else ""]
-        words += ["smoothed" if self.is_smooth else ""]
         words += ["zoomed, 0 shows all" if self.window.span is not None else ""]
         title = ", ".join(word for word in words if word)
         # Setting it draws it.
@@ -130,7 +125,7 @@ class LossChart(ChartView, can_focus=True):
     # Drawing.
 
     def redraw_key(self) -> tuple[object, ...]:
-        how = self.window, self.log_y, self.curves, self.is_smooth
+        how = self.window, self.log_y, self.curves
         return (_view_of(self.snapshot), self.marks, *how)
 
     def _on_top(self, view: RunView) -> str:
@@ -150,8 +145,6 @@ class LossChart(ChartView, can_focus=True):
         gap = GAP * max(1.0, steps.spacing("loss", "step"))
         names = (*LOSSES, "step_s")
         *traces, pace = window_traces(steps, names, low, high, self.dots, gap=gap)
-        if self.is_smooth:
-            traces = [smoothed(trace, REACH * (high - low)) for trace in traces]
         # Marks after the last step, or before the first, are drawn at that end of the axis.
         first, last = self._ends()
         placed = [(min(max(self._place(mark), first), last), mark) for mark in self.marks]
@@ -329,9 +322,6 @@ class LossChart(ChartView, can_focus=True):
             return
         at = CURVES.index(self._on_top(snapshot.view))
         self.curves = CURVES[(at + 1) % len(CURVES)]
-
-    def action_smooth(self) -> None:
-        self.is_smooth = not self.is_smooth
 
     def action_drop(self) -> None:
         self.window = replace(self.window, cursor=None)

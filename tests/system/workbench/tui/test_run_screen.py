@@ -155,16 +155,15 @@ def test_a_wide_screen_shows_every_pane_at_once(tmp_path: Path) -> None:
         assert name in text
 
 
-def test_the_curves_on_top_are_chosen_and_smoothed_by_keys(tmp_path: Path) -> None:
+def test_the_curves_on_top_are_chosen_by_a_key(tmp_path: Path) -> None:
     path = completed(tmp_path / "run").path
-    seen = texts_of(path, (120, 40), *"ccce")
-    start, training, parts, held_out, smooth = seen
+    seen = texts_of(path, (120, 40), *"ccc")
+    start, training, parts, held_out = seen
     assert "per token, held-out" in start and "per token, held-out" in held_out
     for item in ("L ⣤⣤ loss 2.1", "C ⣤⣤ ce 2.6", "K ⣤⣤ kd 1.6"):
         assert item in parts
     assert "per token, training" in training
     assert "teacher 2.2" not in training + parts, "no teacher has a mixed loss"
-    assert "smoothed" in smooth and "smoothed" not in held_out
 
 
 def test_before_the_first_step_the_readings_are_drawn_over_time(tmp_path: Path) -> None:
