@@ -32,7 +32,7 @@ STAYS_FROM = 500
 """Steps after which a loss near ln V is judged: a warm-up may keep it there before."""
 STAYS_NEAR = 0.03
 """Relative distance below ln V within which a loss counts as near ln V."""
-STAYS_VOCABULARY = 32
+STAYS_VOCABULARY = 4
 """Smallest number of classes that is judged; with fewer, a loss near ln V may be the best possible."""
 CONSTANT_STEPS, CONSTANT, ZERO_LOSS = 30, 2e-6, 1e-5
 """Minimum number of losses; their maximum difference by rounding, as a share of the first loss; loss up to which it

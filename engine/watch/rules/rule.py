@@ -44,6 +44,9 @@ NO_SETTINGS = "the settings are the script's own"
 
 CPU_WAIT_PCT = 20.0
 """Share of the time in which some process waited for a CPU, in percent; short waits at a wake-up are far below it."""
+CLASSES_FROM = 500
+"""Steps after which a loss over the classes of any model is compared with that of guessing; a hard task takes longer
+than the next token of a text."""
 OTHERS_SHARE = 0.2
 """Share of the machine's cores, 0 to 1, from which other processes that use them slow a run down noticeably."""
 
@@ -113,12 +116,14 @@ class Case:
         return "loss"
 
     def _script_vocabulary(self) -> float:
-        """Return the number of classes of a watched script's loss. Raises CannotJudge if the loss is not known to be
-        a single cross entropy of a language model."""
-        labels = [seen.numbers for seen in self.view.identities if seen.id == "label_coverage"]
-        size = next((known for numbers in labels if (known := numbers.get("vocabulary"))), 0.0)
+        """Return the number of classes of a watched script's loss: of a language model, or after CLASSES_FROM steps of
+        any model. Raises CannotJudge if the loss is not known to be a single cross entropy."""
+        sizes = {seen.id: seen.numbers for seen in self.view.identities}
+        size = sizes.get("label_coverage", {}).get("vocabulary") or 0.0
+        if size < 2 and self.view.last_step >= CLASSES_FROM:
+            size = sizes.get("one_class", {}).get("classes") or 0.0
         if size < 2:
-            raise CannotJudge("the loss is not known to be one cross entropy of a language model")
+            raise CannotJudge("the loss is not known to be one cross entropy")
         return size
 
     def require_loss_should_fall(self) -> None:

@@ -237,3 +237,12 @@ def test_a_loss_that_stays_at_guessing_is_named_where_its_level_is_known() -> No
     flat = case(lambda n: {"loss": 0.99 * LN_V}, CROSS_ENTROPY, count=520)
     assert "100 times lower" in raised("loss_stays_at_guessing", flat).no_flip
     unknown("loss_stays_at_guessing", case(lambda n: {"loss": 0.99 * LN_V}), "one cross entropy")
+
+
+def test_a_classifier_that_guesses_is_named_after_500_steps() -> None:
+    classes = identity_event("one_class", "pass", 1, "", numbers={"classes": 5.0})
+    flat = case(lambda n: {"loss": 0.99 * math.log(5)}, classes, count=520)
+    assert "do not depend on the inputs" in raised("loss_stays_at_guessing", flat).meaning
+    quiet("loss_stays_at_guessing", case(lambda n: {"loss": 0.9}, classes, count=520))
+    early = case(lambda n: {"loss": 0.99 * math.log(5)}, classes, count=480)
+    unknown("loss_stays_at_guessing", early, "one cross entropy")

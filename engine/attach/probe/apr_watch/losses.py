@@ -71,7 +71,7 @@ class Loss:
         # Labels may be bytes, which cannot be -100.
         targets = targets.long()
         self._count, self._targets = targets.numel(), targets
-        self._vocabulary = _vocabulary_of_mean(node, way)
+        self._vocabulary = vocabulary_of_mean(node, way)
         for later_node in way:
             self._drop_masked(_mask_of(later_node))
         self._start = 0
@@ -377,7 +377,7 @@ def targets_of(node: Any) -> tuple[Any, int | None]:
     return (indices[-1], None) if len(indices) > 1 and indices[-1].dim() else (None, None)
 
 
-def _vocabulary_of_mean(node: Any, way: list[Any]) -> int:
+def vocabulary_of_mean(node: Any, way: list[Any]) -> int:
     """Return the vocabulary size if the root of the backward pass is the mean of this cross entropy; else 0."""
     is_mean = type(node).__name__ in CROSS_ENTROPIES
     if way or not is_mean or node._saved_reduction != 1:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from .graph import CROSS_ENTROPIES, POINTWISE, labels_of, saved, source
+from .losses import vocabulary_of_mean
 from .parameters import PASS, SUSPICION, Line
 
 _MIN_LABELS = 8
@@ -38,7 +39,7 @@ class Classes:
         self._classes: set[int] = set()
         """Classes of these batches: always the same one is a convention, as in contrastive losses."""
 
-    def add(self, lowest: int, highest: int, labels: int) -> list[Line]:
+    def add(self, lowest: int, highest: int, labels: int, classes: int) -> list[Line]:
         """Return the verdict on the labels of a step."""
         if labels < _MIN_LABELS:
             return []
@@ -46,7 +47,8 @@ class Classes:
             self._in_a_row, self._classes = self._in_a_row + 1, {*self._classes, lowest}
         else:
             self._in_a_row, self._classes = 0, set()
-            return [("one_class", PASS, f"{labels} labels of a batch are of several classes", {})]
+            text = f"{labels} labels of a batch are of several classes"
+            return [("one_class", PASS, text, {"classes": classes})]
         if self._in_a_row < _IN_A_ROW or len(self._classes) < 2:
             return []
         text = (
@@ -62,17 +64,18 @@ class Pitfalls:
     def __init__(self, torch: Any, nodes: list[Any]) -> None:
         self.lines: list[Line] = []
         self.labels: Any = None
-        """Lowest label, highest label and number of labels of a cross entropy, on the device."""
+        """Lowest label, highest label, number of labels and number of classes (0 if the loss is no mean) of a cross
+        entropy, on the device."""
         for node, way in nodes:
             kind = type(node).__name__
             if kind in CROSS_ENTROPIES:
-                self._cross_entropy(torch, node)
+                self._cross_entropy(torch, node, way)
             elif kind == _BINARY:
                 self._bounded(node)
             elif kind in POINTWISE or (kind == "SubBackward0" and _is_pointwise(way)):
                 self._pairs(node, kind)
 
-    def _cross_entropy(self, torch: Any, node: Any) -> None:
+    def _cross_entropy(self, torch: Any, node: Any, way: list[Any]) -> None:
         log_softmax = source(node)[0]
         if type(log_softmax).__name__ == "LogSoftmaxBackward0":
             self._bounded(log_softmax)
@@ -83,7 +86,9 @@ class Pitfalls:
             known = targets != ignored
             lowest = torch.where(known, targets, 1 << 40).min()
             highest = torch.where(known, targets, -1).max()
-            self.labels = torch.stack([lowest, highest, known.sum()])
+            count = known.sum()
+            classes = count * 0 + vocabulary_of_mean(node, way)
+            self.labels = torch.stack([lowest, highest, count, classes])
 
     def _bounded(self, node: Any) -> None:
         producer = source(node)[0]
