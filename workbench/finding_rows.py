@@ -1,6 +1,7 @@
 """Findings as rows: the list of findings, and one finding with its causes and tests.
 
-    * observed   + confirmed   x refuted   ? open   > test   ! does not verify   , note
+    * observed   + confirmed   x refuted   ? open or undecided   - withdrawn   ! could not be tested
+    > test       ! does not verify   , note
 
 The actions on a finding are in `engine.findings.changes`.
 """

@@ -17,10 +17,15 @@ A record is a text or a conversation:
     columns "question,answer" are named                    a prompt and a completion
     one column is named                                    a text, or a list of messages
 
-**An invalid record is left out**, with its file and line, and the others are read: a line that is not JSON or not
-UTF-8, nesting that is too deep, numbers that JSON and characters that UTF-8 cannot represent, or an unknown form. Code
-that reads a record later can rely on this. A fault of the whole file, such as a JSON list that is cut off, raises a
-CorpusError.
+**An invalid record is left out**, with its file and line, and the others are read. Invalid are
+
+    a line that is not JSON or not UTF-8
+    nesting that is too deep
+    NaN, an infinity or a lone surrogate in a conversation, a lone surrogate in a text
+    a record over the size limit, or without a named column, or of an unknown form
+
+Code that reads a record later can rely on this. A fault of the whole file, such as a JSON list that is cut off, raises
+a CorpusError.
 
 Reading holds one record in memory at a time, for Parquet the pages of one row in the columns that are needed, and for
 a JSON list all of it. Compressed bytes are decompressed as a stream, and their decompressed size
@@ -97,8 +102,8 @@ class DataFile:
 class Record:
     place: str
     """File, and the line, list index or row number."""
-    chat: str
-    """Name of a conversation; empty for a text."""
+    chat_name: str
+    """`chat-` and a hash of the conversation's content; empty for a text."""
     text: str
     """The text, or a conversation as JSON."""
     remark: str = ""
@@ -120,7 +125,8 @@ def _kind_of_name(name: str) -> Literal["text", "json", "parquet"]:
 
 
 def recognise(path: Path, name: str, columns: tuple[str, ...] = ()) -> DataFile:
-    """Recognise a regular file. Raises CorpusError if its name ends in .parquet and its first bytes are not PAR1."""
+    """Recognise a regular file. Raises CorpusError if it cannot be read, is larger than a file of a corpus may be, or
+    has the name of a Parquet file (.parquet, also with .gz or .zst) and does not begin with PAR1."""
     with _opened(path) as file, _readable(shown(path)):
         if os.fstat(file.fileno()).st_size > limits.CORPUS_FILE.most:
             refuse_size(path, limits.CORPUS_FILE)
@@ -184,9 +190,11 @@ def _begins_list(stream: io.BufferedReader) -> bool:
     return stream.peek(1).lstrip()[:1] == b"["
 
 
-def _refuse_long(file: DataFile, place: str, start_byte: int) -> NoReturn:
+def _refuse_long(file: DataFile, place: str, start_byte: int | None = None) -> NoReturn:
     limit = limits.CORPUS_DOCUMENT
-    where = f"{file.where} {place}, byte {start_byte:,}"
+    where = f"{file.where} {place}"
+    if start_byte is not None:
+        where += f", byte {start_byte:,}"
     bad_record(where, f"{limit.what} of {limit}", "more", what="corpus")
 
 
@@ -244,7 +252,7 @@ def _content(file: DataFile, place: str, where: str, record: Any, source: str) -
         if "text" in record:
             remark = TEXT_NOT_READ
         chat = read_conversation(record, where)
-        return Record(place=place, chat=chat.name, text=source.strip(), remark=remark)
+        return Record(place=place, chat_name=chat.name, text=source.strip(), remark=remark)
     text = record[key]
     if not isinstance(text, str):
         expected = f"text or messages in {json.dumps(key)}" if columns else _WANTED
@@ -257,7 +265,7 @@ def _content(file: DataFile, place: str, where: str, record: Any, source: str) -
         found = f"the lone surrogate U+{ord(text[error.start]):04X} at character {error.start:,}"
         expected = f"Unicode text in {json.dumps(key)}"
         bad_record(where, expected, found, reason=LONE_SURROGATE, what="corpus")
-    return Record(place=place, chat="", text=text)
+    return Record(place=place, chat_name="", text=text)
 
 
 def _named_chat(
@@ -268,7 +276,7 @@ def _named_chat(
     chat = {key: record[column] for key, column in names.items()}
     chat |= {key: record[key] for key in ("tools", "system") if record.get(key) is not None}
     name = read_conversation(chat, where).name
-    return Record(place=place, chat=name, text=_as_json(chat, where))
+    return Record(place=place, chat_name=name, text=_as_json(chat, where))
 
 
 def _as_json(record: object, where: str) -> str:
@@ -324,8 +332,8 @@ def _record_of_value(file: DataFile, place: str, value: Any) -> Record:
     where = f"{file.where} {place}"
     is_chat = isinstance(value, dict) and not file.columns and is_conversation(value)
     result = _content(file, place, where, value, _as_json(value, where) if is_chat else "")
-    if len(result.text) > limits.CORPUS_DOCUMENT.most:
-        _refuse_long(file, place, 0)
+    if len(result.text.encode()) > limits.CORPUS_DOCUMENT.most:
+        _refuse_long(file, place)
     return result
 
 
@@ -370,7 +378,8 @@ def _columns(file: DataFile, present: list[str]) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value without nulls, and with each Arrow map (a list of pairs) as a dictionary."""
+    """Return a value with each Arrow map (a list of pairs) as a dictionary, and without the entries of structs that are
+    null. Nulls in lists and maps are kept."""
     if isinstance(value, dict):
         return {key: _plain(child) for key, child in value.items() if child is not None}
     if not isinstance(value, list):

@@ -341,11 +341,11 @@ def _records(file: DataFile) -> Iterator[Piece | Skipped]:
         encoded = text.encode()
         digest = hash_of(encoded)
         yield Piece(
-            name=record.chat or f"text-{digest:016x}",
+            name=record.chat_name or f"text-{digest:016x}",
             size_bytes=len(encoded),
             text=text,
             digest=digest,
-            is_chat=bool(record.chat),
+            is_chat=bool(record.chat_name),
             place=record.place,
             remark=record.remark,
         )

@@ -1,3 +1,4 @@
-"""Triton kernels. This is the only package that imports triton; each file has a slow reference that
-its output must equal.
+"""Triton kernels and what compiles and launches them, and attention by cuDNN.
+
+This is the only package that imports triton. Tests compare each kernel with a slow reference.
 """

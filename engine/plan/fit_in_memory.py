@@ -27,11 +27,11 @@ fewer rows are slower, and a quantised head is dequantised again for each chunk.
 """
 
 
-def fit(plan: MemoryPlan, *, stored: str | None) -> tuple[MemoryPlan, list[Decision]]:
+def fit(plan: MemoryPlan, *, stored_words: str | None) -> tuple[MemoryPlan, list[Decision]]:
     """Return the plan with the backend, checkpointing and chunk size that make it fit, and the decisions.
 
-    `stored` describes the stored teacher outputs, if there are any. If the available memory is unknown, every plan
-    counts as fitting. Raises BadInput for a backend that cannot run the teacher.
+    `stored_words` describes the stored teacher outputs, if there are any. If the available memory is unknown, every
+    plan counts as fitting. Raises BadInput for a backend that cannot run the teacher.
     """
     spec, number = plan.spec, plan.available.number
     available_bytes = None if number is None else int(number)
@@ -61,7 +61,7 @@ def fit(plan: MemoryPlan, *, stored: str | None) -> tuple[MemoryPlan, list[Decis
         dense_bytes=fitted("dequantized", always_recompute).total_bytes,
         packed_bytes=fitted("quantized", always_recompute).total_bytes if blocks else None,
         available_bytes=available_bytes,
-        stored=stored,
+        stored_words=stored_words,
     )
     recompute = KNOBS["student.checkpointing"].decide(
         plan,

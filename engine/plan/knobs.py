@@ -441,17 +441,17 @@ def choose_teacher_shard(
     whole_bytes: int,
     shared_bytes: int,
     available_bytes: int | None,
-    stored: str | None = None,
+    stored_words: str | None = None,
 ) -> Decision:
     """Decide whether the teacher's layers are sharded over the ranks.
 
     `whole_bytes` is the memory that the run needs with all layers on each GPU, `shared_bytes` that with the layers
-    sharded, both after all other savings that `auto` may make. `stored` describes the stored teacher outputs.
+    sharded, both after all other savings that `auto` may make. `stored_words` describes the stored teacher outputs.
 
     Raises BadInput for `on` with stored outputs: a rank whose row is not stored runs the teacher alone.
     """
     knob = "teacher.shard"
-    if stored is not None:
+    if stored_words is not None:
         why = "its outputs are stored: a rank whose row is not stored runs the teacher alone"
         hint = "without teacher.cache every rank runs the teacher in every step"
         refused = {"on": ("a teacher that every rank runs", "a teacher with stored outputs", hint)}

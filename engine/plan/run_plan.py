@@ -1,11 +1,13 @@
 """Plan a run before any of its weights is loaded. Later decisions depend on earlier ones:
 
-    stored teacher outputs  ->  teacher precision  ->  kernel of the loss  ->  kernels and attention of the layers
-      ->  settings that depend on memory  ->  kernel of the update  ->  sharded checkpoints
+    stored teacher outputs  ->  engine that runs the models  ->  teacher precision  ->  kernel of the loss
+      ->  kernels and attention of the layers  ->  settings that depend on memory  ->  memory budget
+      ->  kernel of the update  ->  sharded checkpoints
 
-The plan needs only the spec, the headers of files and the device, so a run that cannot work is refused in the first
-second. Each decision is logged as it is made, and then the memory budget. The result is a spec without `auto`, which
-is all that the run then reads. The choosers and their reasons are in `engine.plan.knobs`, the memory arithmetic in
+The plan needs the spec, the headers of files, the tokenised data, the index of the store and the device. It reads no
+weights, except to hash teacher files whose times or inodes differ from those in the store. Each decision, and the
+memory budget, is logged as it is made. The result, a `Plan`, has the spec without `auto`, and the inputs, device,
+store and budget of the run. The choosers and their reasons are in `engine.plan.knobs`, the memory arithmetic in
 `engine.plan.memory`, and the changes that make a run fit in `engine.plan.fit_in_memory`.
 """
 
@@ -48,7 +50,7 @@ class Stored:
     store: Store
     config: ModelConfig
     """The teacher's config."""
-    teacher_known: str
+    teacher_evidence: str
     """Evidence that the store belongs to this teacher, as text for the log."""
     rows: int
     """Number of the run's rows that were looked up in the store."""
@@ -111,7 +113,7 @@ def find_stored(spec: RunSpec, inputs: Inputs, stream: TokenStream) -> Stored | 
     return Stored(
         store=store,
         config=inputs.teacher,
-        teacher_known=evidence,
+        teacher_evidence=evidence,
         rows=len(positions),
         found=found,
     )
@@ -161,7 +163,7 @@ class RunFacts:
         return None if number is None else int(number)
 
     @property
-    def stored(self) -> str | None:
+    def stored_words(self) -> str | None:
         return None if self.store is None else self.store.words
 
     @property
@@ -181,8 +183,8 @@ class RunFacts:
 @dataclass(frozen=True, slots=True)
 class Plan:
     spec: RunSpec
-    """The resolved spec: the user's settings, with a decision for each `auto` and each automatic 0. Settings without an
-    effect in this run are off."""
+    """The resolved spec: the user's settings, with a decision for each `auto` and for each 0 that means an automatic
+    choice. A setting that has no effect in this run has a fixed value."""
     inputs: Inputs
     compute: ComputeDevice
     store: Stored | None
@@ -209,8 +211,8 @@ def plan_run(
     """Plan a run; log each decision and the budget.
 
     `spec` is the result of `set_up_device`; `stream` is the training data, whose rows are looked up in the store.
-    Raises CacheError if the store does not fit this run. Raises BadInput if the run does not fit into memory, unless
-    memory.budget is report.
+    Raises CacheError if the store does not fit this run. Raises BadInput if a setting cannot work in this run or on
+    this device, and, unless memory.budget is report, if the run does not fit into memory.
     """
     store = find_stored(spec, inputs, stream)
     facts = RunFacts(spec=spec, inputs=inputs, compute=compute, store=store, log=log)
@@ -253,7 +255,7 @@ def require_fp8_matmuls(capability: tuple[int, int] | None) -> None:
             "fp8",
             f"a GPU of compute capability {format_capability(FP8_CAPABILITY)}",
             format_capability(capability),
-            hint="student.adapter_base=blocks and floats run on any GPU",
+            hint="set student.adapter_base to blocks or floats, which run on any GPU",
         )
 
 
@@ -296,7 +298,7 @@ def plan_memory(facts: RunFacts) -> MemoryPlan:
     size = facts.inputs.teacher_size if facts.teacher is not None else None
     packed = size if size is not None and size.matrices else None
     itemsize = ITEM_BYTES[spec.teacher.precision]
-    # Settings that are decided last are off in the first plan.
+    # Settings that are decided last have these values in the first plan; layers are resharded on several GPUs.
     undecided = {"teacher.shard": "off", "student.graphs": "off"}
     initial = MemoryPlan(
         spec=spec.with_values({**undecided, "student.reshard": "on" if ranks > 1 else "off"}),
@@ -311,10 +313,10 @@ def plan_memory(facts: RunFacts) -> MemoryPlan:
         context=len(facts.inputs.context),
         store=facts.store.identity if facts.store else None,
     )
-    plan, decisions = fit(initial, stored=facts.stored)
-    if ranks > 1 and facts.teacher is not None:
+    plan, decisions = fit(initial, stored_words=facts.stored_words)
+    if ranks > 1 and facts.teacher is not None and not facts.inputs.context:
         shared, shared_decisions = fit(
-            initial.changed({"teacher.shard": "on"}), stored=facts.stored
+            initial.changed({"teacher.shard": "on"}), stored_words=facts.stored_words
         )
         needed = {"whole_bytes": plan.total_bytes, "shared_bytes": shared.total_bytes}
         if facts.take("teacher.shard", **needed) == "on":

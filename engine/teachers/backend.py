@@ -33,11 +33,11 @@ def choose_backend(
     packed_bytes: int | None,
     available_bytes: int | None,
     precision: str = "bf16",
-    stored: str | None = None,
+    stored_words: str | None = None,
 ) -> Decision:
     """Choose the teacher's backend.
 
-    `config` is the teacher's, None when none is used; `precision` is that of its matmuls. `stored`
+    `config` is the teacher's, None when none is used; `precision` is that of its matmuls. `stored_words`
     describes its stored outputs when they are to be read instead of computed.
 
     `dense_bytes` and `packed_bytes` are what the whole run needs at its peak with dequantised and with
@@ -61,11 +61,11 @@ def choose_backend(
     if wanted == "quantized" and not quantised_blocks:
         raise without_blocks("teacher.path")
     dense = f"with dense weights the run needs {format_need(dense_bytes, available_bytes)}"
-    if stored is not None:
+    if stored_words is not None:
         return Decision(
             knob="teacher.backend",
             choice="cached",
-            reason=stored,
+            reason=stored_words,
             rejected=(
                 ("dequantized", f"computes what is stored; {dense}"),
                 ("none", "a teacher is given"),

@@ -1,7 +1,8 @@
 """The passes of a teacher that reads a context before each document (`engine.teachers.in_context`); without torch.
 
 Documents with their contexts are packed into passes of a fixed number of tokens: as many as the batch has, or one
-context and one row if these have more. So memory is that of a batch, and kernels see one shape.
+context and one row if these have more. So memory is that of a batch, or of one row with its context if that is longer,
+and kernels see one shape.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ def pass_tokens(rows: int, length: int, context: int) -> int:
 
 
 def passes(starts: Sequence[int], context: int, size: int) -> Iterator[_Pass]:
-    """Yield for each pass the indices of its tokens in the flattened batch followed by the context, their documents,
-    and which of them are kept.
+    """Yield for each pass the indices of its tokens in the flattened batch followed by the context, [M]; the document
+    number of each, [1, M]; and the positions in the pass of tokens of the batch, whose outputs are kept, [K].
 
-    `starts` are the first tokens of the documents, and the end. The rest of a pass is filled with the last token of
-    the context, as a document of its own.
+    `starts` are the positions of the documents' first tokens, followed by the number of tokens in the batch. The rest
+    of a pass is filled with the last token of the context, as a document of its own.
     """
     total = starts[-1]
     context_tokens = np.arange(total, total + context, dtype=np.int64)

@@ -306,7 +306,7 @@ class Builder:
         store, identity, config = stored.store, stored.identity, stored.config
         for text in store.refusals:
             log(Note(level="warning", text=f"{text}; its rows are not used"))
-        log(Note(level="info", text=f"teacher: read from {store.path}; {stored.teacher_known}"))
+        log(Note(level="info", text=f"teacher: read from {store.path}; {stored.teacher_evidence}"))
         log(
             to_events.model(
                 "teacher", spec.path, config, identity.precision, identity.teacher_sha256

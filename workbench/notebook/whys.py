@@ -2,7 +2,7 @@
 
     whys = Whys.of("runs/kd-1", "alert gpu_idle", cause="teacher.backend=dequantized")   begins it in ./evidence
     whys = Whys("kd-1-gpu-idle")      one that exists
-    whys.cause("compute.threads=1")   another change that may end it
+    whys.cause("compute.threads=1")   another change that may end the failure
     whys.test()                       runs the next test; the cell shows its pairs as they come
     whys.close_finding()              with the confirmed cause
 

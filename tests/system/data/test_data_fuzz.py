@@ -433,7 +433,7 @@ def check_records(folder: Path, tokenizer: Tokenizer) -> Callable[[random.Random
             if isinstance(record, Skipped):
                 record.reason.encode()
                 str(record.fault).encode()
-            elif record.chat:
+            elif record.chat_name:
                 chats.append(read_conversation(json.loads(record.text), record.place))
             else:
                 list(tokenizer.encode_documents([record.text]))

@@ -24,7 +24,7 @@ from engine.plan.device import ComputeDevice
 from engine.plan.inputs import Inputs
 from engine.plan.knobs import choose_teacher_shard
 from engine.plan.memory import MemoryPlan
-from engine.plan.run_plan import RunFacts, plan_memory
+from engine.plan.run_plan import RunFacts, plan_memory, without_effect
 from engine.runtime.managed import memory_scope
 from engine.spec import spec_from_dict
 from engine.train import to_events
@@ -143,9 +143,9 @@ def test_auto_shares_only_what_does_not_fit_whole_and_says_the_arithmetic() -> N
     assert neither.choice == "off" and "does not fit either" in neither.reason
     forced = chosen(None, "on")
     assert forced.choice == "on" and forced.overridden
-    assert chosen(shared, stored="rows").choice == "off"
+    assert chosen(shared, stored_words="rows").choice == "off"
     with pytest.raises(BadInput, match=r"teacher\.shard"):
-        chosen(None, "on", stored="rows")
+        chosen(None, "on", stored_words="rows")
 
 
 def test_the_budget_of_a_teacher_that_does_not_fit_names_the_setting() -> None:
@@ -160,7 +160,10 @@ def test_the_budget_of_a_teacher_that_does_not_fit_names_the_setting() -> None:
 
 
 def _planned(
-    folder: Path, available_bytes: int, wanted: str = "auto"
+    folder: Path,
+    available_bytes: int,
+    wanted: str = "auto",
+    context: tuple[int, ...] = (),
 ) -> tuple[MemoryPlan, RunView]:
     """What a run of two ranks plans, with nothing to give up but the teacher."""
     teacher = make_config(num_hidden_layers=12)
@@ -181,6 +184,7 @@ def _planned(
         tokenizer=cast(Any, None),
         tokenizers={},
         notes=(),
+        context=context,
     )
     compute = ComputeDevice(
         device=device,
@@ -192,6 +196,7 @@ def _planned(
     with LogWriter(run.events, writer="trainer") as log:
         write = partial(to_events.write, log)
         facts = RunFacts(spec=spec, inputs=inputs, compute=compute, log=write)
+        facts.settle(without_effect(facts))
         fitted = plan_memory(facts)
         write(fitted.budget())
     return fitted, Follower(run).read_all()
@@ -210,3 +215,12 @@ def test_a_teacher_that_does_not_fit_whole_is_shared_by_itself_and_the_log_says_
     assert view.memory_plan is not None
     items = {name: size for name, size, _ in view.memory_plan.items}
     assert items["gathered teacher layers"] > 0
+
+
+def test_a_teacher_with_a_context_stays_whole_and_nothing_is_logged_as_decided(
+    tmp_path: Path,
+) -> None:
+    whole, _ = _planned(tmp_path / "plenty", 1 << 40)
+    fitted, view = _planned(tmp_path / "short", whole.total_bytes - 1, context=(1, 2))
+    assert not fitted.teacher_shard
+    assert "teacher.shard" not in {decision.knob for decision in view.decisions}

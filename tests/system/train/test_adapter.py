@@ -20,7 +20,7 @@ from engine.models.decoder import Decoder
 from engine.models.load import load_decoder, new_decoder, save_decoder
 from engine.models.names import hf_names
 from engine.models.read_config import read_config
-from engine.plan.run_plan import refuse_fp8_base
+from engine.plan.run_plan import require_fp8_matmuls
 from engine.spec import load_spec
 from tests.support.finished_runs import carried_out, resumed_here
 from tests.support.kit import Kit
@@ -333,7 +333,7 @@ def test_adapters_of_a_base_in_fp8_learn_and_pass_the_audit(
 
 
 def test_a_base_in_fp8_is_refused_on_a_gpu_without_its_matmuls() -> None:
-    refuse_fp8_base(None)
-    refuse_fp8_base((8, 9))
+    require_fp8_matmuls(None)
+    require_fp8_matmuls((8, 9))
     with pytest.raises(BadInput, match=r"student.adapter_base: fp8 — expected .*8.9, found 8.6"):
-        refuse_fp8_base((8, 6))
+        require_fp8_matmuls((8, 6))

@@ -20,6 +20,7 @@ import zstandard
 from engine import limits
 from engine.data.corpus import check_corpus, open_corpus
 from engine.data.left_out import Skipped
+from engine.data.records import Record, read_records, recognise
 from engine.data.sources import column_names, list_pieces
 from engine.errors import CorpusError
 from tests.support.streams import documents_of
@@ -443,6 +444,18 @@ def test_a_record_beyond_the_limit_is_not_held(
     )
     row = as_parquet([{"text": "0" * 1_000_000}], compression="zstd")
     assert "at most 100,000 bytes" in refused(make(tmp_path, "a.parquet", row))
+
+
+def test_the_limit_of_a_record_counts_bytes_and_a_parsed_record_has_no_byte_position(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = dataclasses.replace(limits.CORPUS_DOCUMENT, most=100)
+    monkeypatch.setattr(limits, "CORPUS_DOCUMENT", small)
+    records = [{"text": "\u00e4" * 50}, {"text": "\u00e4" * 51}]
+    for name, content in (("a.json", as_list(records)), ("a.parquet", as_parquet(records))):
+        kept, left_out = read_records(recognise(make(tmp_path, name, content), name))
+        assert isinstance(kept, Record) and isinstance(left_out, Skipped)
+        assert "at most 100 bytes" in str(left_out.fault) and ", byte" not in str(left_out.fault)
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def fitted(
         teacher__attention="packed",
         loss__kernel="fused",
     )
-    plan, decisions = fit(whole, stored=None)
+    plan, decisions = fit(whole, stored_words=None)
     return plan, {decision.knob: decision for decision in decisions}
 
 

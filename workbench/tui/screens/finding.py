@@ -27,12 +27,14 @@ from workbench.tui.screens.polling import PollingScreen
 from workbench.tui.widgets.fields import Field, Values
 
 NOTES = (
-    "+ confirmed: runs as they were show the observation, runs with the change do not, in three",
-    "  pairs, and no run contradicts it. x refuted: a run with the change shows it too. ? open.",
-    "> a test, evaluated again from its files. ! a test whose files fail verification. A note is no evidence.",
+    "+ confirmed: the unchanged runs show the observation, and the changed runs do not, in three pairs or more.",
+    "x refuted: a changed run shows it too, and no test shows that the change ends it.",
+    "? open, or not decided by its tests. - withdrawn. * the observation. , a note by a person, which is no evidence.",
+    "> a test, evaluated again from its files. ! a cause that could not be tested, or a test whose files fail",
+    "  verification.",
     "",
-    "t runs the next test in the background, and E shows its runs. It continues when this screen or the",
-    "workbench is closed, and t resumes one that was interrupted.",
+    "t runs the next test in the background, and E opens the list of flips. The test continues when this screen",
+    "or the workbench is closed, and t resumes one that was interrupted.",
     "Every change is made as by `engine why`, under the lock of the finding.",
 )
 LATER = "name one later"
@@ -51,7 +53,7 @@ class FindingScreen(BrowseScreen[FindingFeed]):
             "t", "test", "test", tooltip="run the next test, or that of the cause under the cursor"
         ),
         Binding("ctrl+x", "stop", "stop", tooltip="interrupt the test; t resumes it"),
-        Binding("a", "cause", "add cause", tooltip="name another change that may end it"),
+        Binding("a", "cause", "add cause", tooltip="name another change that may end the failure"),
         Binding("c", "close", "close", tooltip="close with the confirmed cause, or as unresolved"),
     )
 
@@ -95,7 +97,7 @@ class FindingScreen(BrowseScreen[FindingFeed]):
     def action_cause(self) -> None:
         hint = "teacher.backend=dequantized, OMP_NUM_THREADS=1, --lr 1e-4, train.py:42=TEXT"
         self._ask(
-            "another change that may end it",
+            "another change that may end the failure",
             lambda v: changes.suspect(self.bundle, v["change"]),
             Field(name="change", label="change", hint=hint),
         )
