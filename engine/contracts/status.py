@@ -10,8 +10,8 @@ needs an absent tool is Unknown, exit code 2.
 
     none      the file has errors, or the contract was not run since the file or its code changed
     basic     the file is valid
-    standard  and every active test passes
-    strict    and every planted bug is caught, which shows that the tests can fail
+    standard  and there are active tests, and all of them pass
+    strict    and there are planted bugs, and each is caught, which shows that the tests can fail
     proven    and there are proofs, and all of them hold
 
 The names of the levels are upstream's. Upstream derives the level from what the file lists; here it is computed each
@@ -52,7 +52,7 @@ class Rank(IntEnum):
     NOT_RUN = 1
     """The check has not been run."""
     SKIP = 2
-    """The test was skipped, deselected or expected to fail."""
+    """The test was skipped, or failed as expected (xfail)."""
     REPORT = 3
     """The result is informational and decides nothing."""
     WARN = 4
@@ -310,7 +310,7 @@ def _checks(
 
 
 def _overall(contract: Contract, checks: Sequence[Check]) -> Answer:
-    """Return the meet of the results of all tests, proofs and planted bugs: a single skipped one makes it Unknown."""
+    """Return Report for a demoted contract, else the lowest result of its tests, proofs and planted bugs."""
     counted = [c for c in checks if c.kind != VALID]
     if contract.demoted_by:
         return Answer(Rank.REPORT, f"demoted by {contract.demoted_by}")

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from engine.errors import BadInput, CorpusError
 
 ALLOWED = 20
-"""Number of invalid records that may always be left out, whatever their share of the corpus."""
+"""Number of invalid records that may be left out whatever their share of the corpus, if at least one document is
+valid."""
 SKIP_AT_MOST = 0.05
 """Default of `data.skip_at_most`, a share from 0 to 1."""
 _REASONS = 100
@@ -73,7 +74,8 @@ class RecordFaults:
         return True
 
     def raise_if_too_many(self, documents: int) -> None:
-        """Raise CorpusError if too many records are invalid; `documents` is the number of valid documents."""
+        """Raise CorpusError if too many records are invalid, or if some are and no document is valid. `documents` is
+        the number of valid documents."""
         every = documents + self.count
         if self.first is None or (documents and self.count <= ALLOWED):
             return

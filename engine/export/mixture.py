@@ -15,10 +15,10 @@ q4_k_m has Q6_K for these matrices:
     - q, k and v of a family whose files have them as one tensor
 
 This is llama.cpp's mixture, with Q6_K instead of Q5_K. If the row length is not a multiple of 256, Q5_0 replaces
-Q4_K and Q8_0 replaces Q6_K, as in llama.cpp.
+Q4_K and Q8_0 replaces Q6_K; if it is no multiple of 32 either, F16 replaces any block type, as in llama.cpp.
 
-An .apr file has only Q4_K and Q6_K; rows whose length is not a multiple of 256 stay F32 there. Safetensors have no
-block types. A quant is refused if the format lacks its types.
+Of the block types, an .apr file has only Q4_K and Q6_K; rows whose length is not a multiple of 256 stay F32 there.
+Safetensors have no block types. A quant is refused if the format lacks its types.
 
 No torch.
 """

@@ -39,7 +39,7 @@ class Fix(NamedTuple):
 
 def fixes_of(view: RunView, command: WatchedCommand) -> list[Fix]:
     """Return a fix for each identity that may be wrong and has one: contradictions before suspicions, then in the order
-    in which they were seen. Files that cannot be read, or have changed beyond recognition, give none."""
+    in which they were seen. Files that cannot be read or parsed, or where no edit is found, give none."""
     if view.watched is None:
         return []
     wrong: dict[str, Judged] = {}
@@ -55,8 +55,8 @@ def fixes_of(view: RunView, command: WatchedCommand) -> list[Fix]:
 
 
 def _propose(make: _Make, seen: Judged, view: RunView, folder: Path) -> tuple[str, str] | None:
-    """Return the assignment and the effect of the edit that `make` finds in the first of the script's files where it
-    finds one."""
+    """Try the script's files in order; return the assignment and the effect of the first edit of `make` that parses and
+    changes its line."""
     assert view.watched is not None, "the run is of a script"
     files: dict[str, dict[str, int]] = {}
     for key, place in view.watched.places.items():
@@ -126,9 +126,9 @@ class _Script:
         """Return the innermost function around a line, or the module."""
         return self.innermost((ast.FunctionDef, ast.AsyncFunctionDef), line) or self.tree
 
-    def loop_begins(self) -> ast.stmt | None:
-        """Return the first simple statement of the loop around the backward pass, or of its function if there is
-        none."""
+    def first_in_loop(self) -> ast.stmt | None:
+        """Return the first statement of the loop around the backward pass, or of its function if there is no loop,
+        inside any `with` and after a docstring; None if it is compound."""
         line = self.places.get("backward", 0)
         around = self.function(line)
         body = getattr(self.innermost((ast.For, ast.While), line, around) or around, "body", [])
@@ -213,7 +213,7 @@ def _zero_gradients(script: _Script, seen: Judged) -> _Edited | None:
 
 
 def _set_mode(name: str, mode: str, change: str, script: _Script, seen: Judged) -> _Edited | None:
-    model, first = script.names.get(name, ""), script.loop_begins()
+    model, first = script.names.get(name, ""), script.first_in_loop()
     step, backward = script.places.get("step"), script.places.get("backward")
     if not model or first is None or step is None or backward is None:
         return None
@@ -224,6 +224,7 @@ def _set_mode(name: str, mode: str, change: str, script: _Script, seen: Judged) 
 
 
 def _schedule(script: _Script, seen: Judged) -> _Edited | None:
+    """Leave out the call of the schedule's `step` that is the most lines away from the optimizer's."""
     schedule, step = script.names.get("schedule", ""), script.places.get("step", 0)
     steps = [
         call
@@ -236,7 +237,9 @@ def _schedule(script: _Script, seen: Judged) -> _Edited | None:
     statement = script.simple(extra.lineno)
     if not isinstance(statement, ast.Expr) or statement.value is not extra:
         return None
-    return script.replaced(extra, "pass", f"step {schedule} once for each step")
+    return script.replaced(
+        extra, "pass", f"call {schedule}.step() once for each step of the optimizer"
+    )
 
 
 def _divide_loss(script: _Script, seen: Judged) -> _Edited | None:
@@ -309,7 +312,8 @@ def _times_squared(script: _Script, seen: Judged) -> _Edited | None:
 def _unwrapped(
     functions: Mapping[str, str], what: str, script: _Script, seen: Judged
 ) -> _Edited | None:
-    """Leave out the only call of a function whose result a loss takes, or the only module that does the same."""
+    """Leave out the script's only call of one of these functions; if it calls none, the only module of one of their
+    classes that it makes. Whether the loss takes the result is not checked."""
     calls = script.calls(*functions)
     call = _only(calls)
     if call is not None:

@@ -22,7 +22,8 @@ sample of it, and the flip is INVALID with the count.
 
 `conclude` adds how far to trust it, as `class`:
 
-    measured      registered beforehand, both controls passed, flipped, equal and parity proved
+    measured      registered beforehand, and every control and proof that its verdict needs passed: A against A,
+                  A made slower, the setting was flipped, nothing else differs, and the losses agree
     screen        anything less: good enough to drop a hypothesis, not to quote a number
     exploratory   the plan was changed after the start, or the flip continued on another machine, device or engine
 """

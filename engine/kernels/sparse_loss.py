@@ -1,12 +1,18 @@
 """Compute the gradient of the loss with sparse targets (K ids for each row) with respect to the logits, by a fused
 kernel. `engine.loss.eager` computes the same in torch.
 
-torch computes the gradient at the K ids that the teacher gave, which is only K numbers per row. This
-kernel computes it at all other ids, with one program per row:
+Of `top_k` targets, torch computes the gradient at the K ids that the teacher gave, which is only K numbers per row.
+This kernel computes it at all other ids, the rest, with one program per row:
 
-    first    sums of the rest, with the K ids set to -infinity beforehand
-    then     with the sums of the K ids, which are arguments:
-             dz = alpha e^z / S_1 + weight (1 - p_R / q_R) e^(z/T) / S_T - alpha [v = label]
+    before   the caller sets z to -infinity at the K ids; their sums are arguments
+    first    sums of the rest
+    then     dz = alpha e^z / S_1 + weight (1 - p_R / q_R) e^(z/T) / S_T - alpha [v = label]
+
+S_1 and S_T are the sums of e^z and e^(z/T) over the vocabulary, p_R and q_R the probabilities of the rest for the
+teacher and for the student, at temperature T, and weight is (1 - alpha) T. If p_R is 0, the factor is 1.
+
+Of `sampled` targets no id is taken out: the kernel computes dz at all ids, with p_R = 0, and the caller then replaces
+it at the drawn ids.
 
 The program reads its row twice; the second time some of it is in the cache. Sums are accumulated in
 lanes, each relative to the largest logit that it has seen. Columns from V to the stride of a row
@@ -113,7 +119,7 @@ def variant(*, temperature: float, dtype: torch.dtype) -> Variant:
 
 
 def variants(dtypes: Iterable[torch.dtype] = DTYPES, *, temperature: float) -> tuple[Variant, ...]:
-    """Return what a run launches, with matmuls in any of `dtypes`."""
+    """Return the kernel for each dtype of dz in `dtypes`."""
     return tuple(variant(temperature=temperature, dtype=dtype) for dtype in dict.fromkeys(dtypes))
 
 
@@ -144,11 +150,11 @@ def differentiate_rest(
     alpha: float,
     temperature: float,
 ) -> RowSums:
-    """Write dz of the ids other than the K for rows `first` to `first + C`; z and dz are views of a
+    """Write dz of rows `first` to `first + C`, which the caller then replaces at the K ids; z and dz are views of a
     `dense_loss.row_buffer`.
 
     `kept_4C` has, for the K ids of each row, the largest z, the sums of e^((z - largest)/T) and of
-    e^(z - largest), and the teacher's p_R, which is 0 without a tail. For rows without such ids it
+    e^(z - largest), and the teacher's p_R, which is 0 if the K ids have all of its mass. For rows without such ids it
     has -1e30, 0, 0, 0.
     """
     rows, vocabulary = z_CV.shape

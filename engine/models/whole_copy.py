@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from engine.models.decoder import Decoder
-from engine.runtime.ranks import is_shared, whole
+from engine.runtime.ranks import is_shard, whole
 
 
 def is_sharded(decoder: Decoder) -> bool:
-    return any(is_shared(parameter) for parameter in decoder.parameters())
+    return any(is_shard(parameter) for parameter in decoder.parameters())
 
 
 def empty_copy(decoder: Decoder) -> Decoder:

@@ -1,7 +1,7 @@
 """The device of a run: its precision, threads, allocator and available memory.
 
-The allocator is chosen from facts that need no CUDA, because it cannot be changed once the process holds
-a CUDA context. The available memory is read once, before the run allocates anything, and every plan is
+The allocator is chosen from facts that need no CUDA context, because it cannot be changed once the process
+holds one. The available memory is read once, before the run allocates anything, and every plan is
 compared with that reading.
 """
 
@@ -103,12 +103,15 @@ def _available(device: torch.device, facts: DeviceFacts) -> Reading:
     if facts.has_integrated_gpu:
         return facts.memories[0].usable_bytes
     free, total = torch.cuda.mem_get_info(device)
-    return measured(min(free, round(DEVICE_SHARE * total)), "cuMemGetInfo")
+    return measured(
+        min(free, round(DEVICE_SHARE * total)),
+        f"cudaMemGetInfo free, at most {DEVICE_SHARE:.0%} of total",
+    )
 
 
 def limit_allocator(limit_bytes: int) -> None:
-    """Limit the current GPU's memory of this process to `limit_bytes`, for CUDA's context and all that torch's
-    allocator reserves, including its cache."""
+    """Limit what torch's allocator reserves on the current GPU, including its cache, to `limit_bytes` less the memory
+    of CUDA's context and kernels (CONTEXT_BYTES)."""
     _, total = torch.cuda.mem_get_info()
     torch.cuda.set_per_process_memory_fraction(
         min(1.0, max(0, limit_bytes - CONTEXT_BYTES) / total)

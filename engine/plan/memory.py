@@ -7,7 +7,7 @@ student's activations are allocated, and the activations are freed before the op
 the phases in which it is allocated, a phase needs the sum of its items, and the run needs the largest of
 these sums. The table marks the items that are allocated in the phase with the largest sum.
 
-    memory on cuda: 24.1 GiB at its peak (loss), of 138.2 GiB available (cuMemGetInfo free)
+    memory on cuda: 24.1 GiB at its peak (loss), of 132.8 GiB available (cudaMemGetInfo free, at most 95% of total)
 
       item                        GiB  at peak  how
       teacher weights         14.190     *      7.62G numbers of 2 bytes

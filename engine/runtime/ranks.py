@@ -6,8 +6,9 @@ is one process and nothing here is a collective.
 Every rank runs the same program on its own rows. The student is sharded over the ranks by FSDP2
 (`fully_shard`): each rank holds 1/world of every parameter, of its gradient and of its AdamW moments,
 all-gathers a layer when the layer computes, and gets the reduce-scattered sum of all ranks' gradients for its
-shard. It is the sum, not the mean, because the loss is already divided by the labelled tokens of the whole
-step over all ranks. So the split of a batch over ranks changes rounding and nothing else.
+shard. A student with adapters is whole on each rank instead, and the gradients of its adapters are summed over
+the ranks (`sum_gradients`). It is the sum, not the mean, because the loss is already divided by the labelled
+tokens of the whole step over all ranks. So the split of a batch over ranks changes rounding and nothing else.
 
 A collective waits for every rank, so no rank may leave a step early. What only one rank can know (a signal,
 for example) is shared in the step's one exchange of numbers, and all ranks act on it together. A rank that
@@ -98,8 +99,8 @@ def ranks_here() -> Ranks:
 
 
 def use_own_gpu(ranks: Ranks, wanted: str) -> None:
-    """Make "cuda" mean this rank's GPU, unless the CPU is `wanted`. Raises BadInput when this
-    machine has too few GPUs; does nothing without one."""
+    """Make "cuda" mean this rank's GPU, unless the CPU is `wanted`. Raises BadInput if this machine has GPUs, but
+    fewer than its ranks; does nothing without a GPU."""
     gpus = torch.cuda.device_count()
     if not ranks.many or gpus == 0 or wanted == "cpu":
         return
@@ -138,7 +139,7 @@ def shard(
     entering: Callable[[], None] = lambda: None,
 ) -> None:
     """Shard `model` over the ranks in place. Each of `layers` is gathered when it computes; parameters outside
-    them are gathered for the whole step. `reshard` says whether a layer is freed after its forward pass and
+    them stay gathered until the backward pass ends. `reshard` says whether a layer is freed after its forward pass and
     gathered again for its backward pass. `entering` is called before each all-gather of weights and each
     reduce-scatter of gradients.
 
@@ -181,7 +182,7 @@ def is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:
     return loaded is not None and isinstance(module, loaded)
 
 
-def is_shared(tensor: Tensor) -> TypeGuard[DTensor]:
+def is_shard(tensor: Tensor) -> TypeGuard[DTensor]:
     """Return whether this rank holds only a shard of the tensor."""
     loaded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return loaded is not None and isinstance(tensor, loaded)
@@ -230,7 +231,8 @@ class _AnnouncedReduceScatter(_AnnouncedCollective):
 
 @torch.no_grad()
 def sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Sum the gradients of parameters that each rank has whole over the ranks, in place; one collective."""
+    """Sum over the ranks the gradients of parameters that every rank has in full, and set them as `.grad`; one
+    collective. A parameter without a gradient counts as zeros."""
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     flat = torch.cat([grad.flatten() for grad in grads])
     dist.all_reduce(flat)
@@ -251,18 +253,18 @@ def gather_early(model: nn.Module) -> None:
 def whole(tensor: Tensor) -> Tensor:
     """Return the full tensor. For a sharded tensor this is a collective: every rank must request the same
     tensors in the same order."""
-    return tensor.full_tensor() if is_shared(tensor) else tensor
+    return tensor.full_tensor() if is_shard(tensor) else tensor
 
 
 def own_part(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor, or all of it when it is not sharded."""
-    return tensor.to_local() if is_shared(tensor) else tensor
+    return tensor.to_local() if is_shard(tensor) else tensor
 
 
 @torch.no_grad()
 def put(target: Tensor, value: Tensor) -> None:
     """Copy `value`, which is complete on every rank, into `target`; each rank copies its own shard."""
-    if not is_shared(target):
+    if not is_shard(target):
         target.copy_(value)
         return
     own_shard = distribute(value, target)

@@ -69,8 +69,8 @@ def _article(title: str, body: str, status: int = 200) -> State:
 
 
 def report_page(folders: Folders, paths: Sequence[Path]) -> Callable[[], State]:
-    """Return a function that renders the page of a folder, or of several compared runs. It returns the same state
-    until one of their files changes."""
+    """Return a function that renders the page of a folder, or of several compared runs. It renders again only if a file
+    or the liveness of a run has changed."""
     links = [f"/page/{key_of(path)}" for path in paths]
     stamp: object = None
     state = error_state("")
@@ -118,7 +118,8 @@ def runs_of(folders: Folders) -> Callable[[], RunsSnapshot]:
 
 
 def list_page(folders: Folders, read: Callable[[], RunsSnapshot]) -> Callable[[], State]:
-    """Return a function that renders the list: active runs first, and the worst of them first."""
+    """Return a function that renders the list: live runs first; among live and among ended runs the worst first, then
+    the newest."""
     others: dict[Path, tuple[object, str]] = {}
 
     def render() -> State:

@@ -38,7 +38,7 @@ from engine.models.decoder import Decoder
 from engine.models.head import Head, OwnMatmul, operand_dtype
 from engine.models.packed import tensor_names
 from engine.models.transformers_decoder import TransformersDecoder
-from engine.runtime.ranks import is_shared, whole
+from engine.runtime.ranks import is_shard, whole
 from engine.spec import RunSpec
 from engine.teachers.in_context import context_of
 from engine.teachers.store.teacher import CachedTeacher
@@ -182,7 +182,7 @@ class StepAudit(StepObserver):
         weights, gradients, squares = {}, {}, []
         for name, p in trainer.student.named_parameters():
             weights[name] = whole(p.detach())
-            if is_shared(p):
+            if is_shard(p):
                 # In host memory, because a GPU need not have space for all weights of a sharded student.
                 weights[name] = weights[name].cpu()
             if p.grad is not None:

@@ -41,7 +41,7 @@ from engine.loss.kd_loss import LossTerms, distillation_loss
 from engine.models.attention import record_documents
 from engine.models.decoder import Decoder
 from engine.runtime.device import torch_dtype
-from engine.runtime.ranks import Ranks, gather_early, is_shared, own_part, sum_gradients
+from engine.runtime.ranks import Ranks, gather_early, is_shard, own_part, sum_gradients
 from engine.spec import LossSection, TrainSection
 from engine.teachers.protocol import Teacher
 from engine.teachers.store.teacher import CachedTeacher
@@ -93,7 +93,7 @@ class Trainer:
         self.optimizer = build_optimizer(student, train, device)
         self.parameters = [p for p in student.parameters() if p.requires_grad]
         self._fused = train.update == "fused"
-        self._is_replicated = self.ranks.many and not any(map(is_shared, self.parameters))
+        self._is_replicated = self.ranks.many and not any(map(is_shard, self.parameters))
         """Whether each rank holds every trained parameter, as it does for adapters."""
         self.graphs: Graphs | None = None
         """The CUDA graphs of the student's layers; None when the layers run without."""

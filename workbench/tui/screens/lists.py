@@ -28,7 +28,7 @@ class WhysScreen(BrowseScreen[FindingsFeed]):
     TITLE = "five whys"
     NOTES = (
         "A finding begins with what went wrong in a run (W on its screen), names changes that may end",
-        "it, and tests them: runs as they were must show it, and runs with the change must not.",
+        "it, and tests them: the unchanged runs must show it, and the changed runs must not.",
         "It is kept in evidence/DATE-NAME/, with all that its tests were judged by, frozen by hash.",
     )
     BINDINGS: ClassVar[list[BindingType]] = own_keys(
@@ -45,15 +45,17 @@ class WhysScreen(BrowseScreen[FindingsFeed]):
 
 
 class FlipsScreen(BrowseScreen[FlipsFeed]):
-    """The flips in the current folder of flips, and next to the runs."""
+    """The flips in `flips/` of the current folder, of each given folder, and of its parent."""
 
     TITLE = "experiments"
     NOTES = (
         "+ decided   ? inconclusive   ! invalid, or the arms compute different things   ~ running",
         "",
-        "measured     registered beforehand, both controls passed, flipped, equal and parity proved",
+        "measured     registered beforehand, and every control and proof that its verdict needs passed: A against A,",
+        "             A made slower, the setting was flipped, nothing else differs, and the losses agree",
         "screen       anything less: enough to drop a hypothesis, not to quote a number",
-        "exploratory  the plan was changed after the start",
+        "exploratory  the plan was changed after the start, or the flip was continued on another machine, device",
+        "             or engine",
     )
     ACTING = frozenset({"new"})
     BINDINGS: ClassVar[list[BindingType]] = own_keys(
