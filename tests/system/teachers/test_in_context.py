@@ -95,10 +95,10 @@ def test_a_base_that_is_its_teacher_is_refused_without_a_context(
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"teacher__path": "", "loss__alpha": 1.0}, "found no teacher"),
+        ({"teacher__path": "", "loss__alpha": 1.0}, "found none"),
         ({"teacher__shard": "on"}, 'expected teacher.shard = "off"'),
         ({"teacher__cache": "stored"}, "found stored outputs"),
-        ({"rollout__share": 0.5, "rollout__by": "teacher"}, "whose own prompts have no context"),
+        ({"rollout__share": 0.5, "rollout__by": "teacher"}, "generates rows without the context"),
     ],
 )
 def test_what_cannot_have_a_context_is_refused(
