@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from engine.findings.finding import Cause, Finding, Test
 from engine.findings.older import LEVEL, Older
 from engine.flips.ending import split_kind
+from engine.flips.verdicts import INVALID
 from engine.log.text import one_line
 
 _ESCAPES = str.maketrans(
@@ -43,6 +44,9 @@ def next_words(finding: Finding) -> str:
         return (
             f"mend {cause.assignment}: name the mended change as a cause, and withdraw {cause.id}"
         )
+    if any(test.verdict == INVALID for test in tests_of(finding, cause)):
+        named = f"name another change than {cause.assignment} and withdraw {cause.id}"
+        return f"{named}, or test it again as the last test asks"
     return f"test {cause.id}: does {cause.assignment} end it?"
 
 

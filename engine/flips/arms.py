@@ -401,7 +401,7 @@ def run_arm(
         time.monotonic() - begun_s,
         over=over,
     )
-    fields = shown_fields(plan, outcome.arm, launched.run, outcome.state)
+    fields = shown_fields(plan, outcome.arm, launched.run, ANSWERED if answered else outcome.state)
     if answered and fields["shown"] is not None:
         fields["state"] = ANSWERED
     return dataclasses.replace(outcome, **fields)
@@ -413,7 +413,8 @@ def shown_fields(plan: Plan, arm: str, run: RunFolder, state: str) -> dict[str, 
     if plan.observed is None:
         return {}
     try:
-        is_seen, reason = shown(plan.observed, run, steps=plan.steps)
+        is_stopped = state == ANSWERED
+        is_seen, reason = shown(plan.observed, run, steps=plan.steps, is_stopped=is_stopped)
     except RunLogError as error:
         is_seen, reason = None, error.message
     if state == OVER_THE_LIMIT and plan.observed.kind == "exit":

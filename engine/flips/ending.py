@@ -24,13 +24,15 @@ from engine.limits import SCRIPT
 from engine.log.folder import RunFolder, read_command
 from engine.log.observed import STALLS, Observed, raised_at
 from engine.log.own_checks import find_own_check
-from engine.log.work import KINDS, changed_by
+from engine.log.work import DATA, KINDS, changed_by
 
 PAIRS_MAX = 8
 LONGEST_WAIT = 3.0
 """Maximum duration of an arm, relative to the time until the run showed the observation."""
 LEAST_WAIT_S = 60.0
 """Minimum time limit of an arm, in seconds."""
+DATA_STEPS = 5
+"""Number of steps after a change of data, relative to those until the failure."""
 PYTHONS_OWN = frozenset(
     {"PYTHONOPTIMIZE", "PYTHONWARNINGS", "PYTHONPATH", "PYTHONHOME", "PATH", "LD_PRELOAD"}
 )
@@ -52,9 +54,11 @@ def ending_plan(
     """Make the plan of test number `attempt` of a finding. `assignment` is B's change as `engine flip --propose` names
     it: a setting, a variable, or words of a command. The prefix `data: `, `objective: ` or `model: ` says that the
     change alters this on purpose. Raises BadInput, UsageError."""
-    steps = steps or steps_past(observed)
-    how: dict[str, Any] = {"order_seed": order_seed, "steps": steps, "attempt": attempt}
     kind, assignment = split_kind(assignment)
+    # Only a run over all rows shows whether those of the failure come later.
+    for_rows = DATA_STEPS * observed.step if kind == DATA else 0
+    steps = steps or max(steps_past(observed), for_rows)
+    how: dict[str, Any] = {"order_seed": order_seed, "steps": steps, "attempt": attempt}
     if read_command(RunFolder(path)) is not None:
         plan = watched_plan(path, difference(assignment), **how)
     else:

@@ -335,9 +335,11 @@ def _contradicts(observed: Observed, identity: Judged) -> bool:
     return identity.id == observed.id and identity.level in WRONG
 
 
-def shown(observed: Observed, run: RunFolder, *, steps: int) -> tuple[bool | None, str]:
+def shown(
+    observed: Observed, run: RunFolder, *, steps: int, is_stopped: bool = False
+) -> tuple[bool | None, str]:
     """Return whether the logs of a run that has ended show the failure, and the reason; None where the logs do not
-    decide. Raises RunLogError.
+    decide. `is_stopped`: the flip stopped the run, whose end by a signal is then no failure. Raises RunLogError.
 
     A run does not show the failure only if all of these hold: it did enough work; it did not fail otherwise; and the
     check or identity passed in it. Enough work is `steps` steps on as many rows as `rows_to_rule_out` for as long as
@@ -352,7 +354,9 @@ def shown(observed: Observed, run: RunFolder, *, steps: int) -> tuple[bool | Non
             first, last = min(first, line.unix_s), max(last, line.unix_s)
             work.add(event)
             failure = _failure_of(event, work)
-            if failure is not None and (failure.kind, failure.id) == (observed.kind, observed.id):
+            is_stop = is_stopped and isinstance(event, TrainerExited) and event.signal is not None
+            is_named = failure is not None and failure[:2] == (observed.kind, observed.id)
+            if failure is not None and is_named and not is_stop:
                 if failure.is_same(observed):
                     return True, failure.text
                 other_failure = failure.text if failure.kind != "exit" else failure.sign

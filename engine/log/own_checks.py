@@ -39,6 +39,9 @@ class OwnCheck:
     """The names in `reads` that no step assigns."""
     lines: set[tuple[str, int]] = field(default_factory=set)
     """Files and lines of the statements that raise, and of the enclosing statements that decide whether they run."""
+    around: set[str] = field(default_factory=set)
+    """Names of the functions and objects that the failed statement calls, and the lines, `FILE:LINE`, of it and of the
+    statements around it that decide what happens on a failure."""
     loops: set[tuple[str, int]] = field(default_factory=set)
     """Files and lines of the loops around the statements that raise, and of functions that a library calls; empty if
     the check runs after all steps."""
@@ -155,8 +158,24 @@ class _Finder:
                 ends = raises and _is_at(node, file, raised_at)
             if ends:
                 self._add(node)
+            if raised_at is not None and isinstance(node, ast.stmt):
+                self._add_around(node, file, raised_at)
         self._add_constants()
         return self._found
+
+    def _add_around(self, node: ast.stmt, file: str, place: tuple[str, int]) -> None:
+        is_simple = not hasattr(node, "body")
+        if not _is_at(node, file, place) or not (
+            is_simple or isinstance(node, (ast.With, ast.Try, ast.If))
+        ):
+            return
+        self._found.around.add(f"{file}:{node.lineno}")
+        for one in ast.walk(node) if is_simple else ():
+            # What a loader yields may end the failure by itself, as with another number of workers.
+            if isinstance(one, ast.Call) and _name_of(one) != "next":
+                self._found.around.update(
+                    inner.id for inner in ast.walk(one.func) if isinstance(inner, ast.Name)
+                )
 
     def _add(self, node: ast.AST) -> None:
         """Add the conditions that decide whether a node runs: those around it, and around the calls of its

@@ -63,6 +63,19 @@ _PIECES = 0.95
 """Minimum number of distinct parts of rows, relative to A's; below 1 because rows may be drawn at random."""
 _STANDS_OUT = 2.0
 """Minimum ratio of A's largest loss to its median loss from which B's largest loss may not be in the same step."""
+_EXPLODED = 1000.0
+"""Ratio of a loss to that of the first step from which it has exploded."""
+_SLOWED = 1.5
+"""Ratio of B's duration of a step to A's from which a wait is diluted instead of ended."""
+_OF_TIME = (
+    "data_wait",
+    "slow_part",
+    "unaccounted",
+    "seldom_training",
+    "gpu_idle",
+    "cpu_bound_teacher",
+)
+"""Alerts on shares of the time, which fall by themselves where everything else takes longer."""
 _NOISE = 4.0
 """Minimum change of a loss that is more than noise, in median differences of consecutive losses: losses that only
 fluctuate change by up to 3."""
@@ -104,6 +117,10 @@ def work_left_out(
         return f"its loss is not finite from step {broken} on, and A's was until it failed"
     if text := next(_learnt_less(run_a, run_b, kind, observed, scales_updates=scales_updates), ""):
         return text
+    is_of_time = observed is not None and observed.kind == ALERT and observed.id in _OF_TIME
+    if is_of_time and run_b.step_s > _SLOWED * run_a.step_s > 0:
+        times = run_b.step_s / run_a.step_s
+        return f"its steps take {times:.3g} times as long as A's: a share of the time falls by that alone"
     if not run_a.worked or not run_b.worked:
         return ""
     # A may have failed before it reached some of these lines.
@@ -121,7 +138,7 @@ def work_left_out(
     named, kind = kind, kind or (MODEL if makes_model else "")
     # A change may be registered as the wrong kind, so it must pass every rule.
     rules = (
-        _missing_samples(run_a, run_b, is_drawn=makes_model)
+        _missing_samples(run_a, run_b, kind, is_drawn=makes_model)
         if kind in (DATA, MODEL)
         else _other_rows(run_a, run_b),
         _judged_less(run_a, run_b, observed),
@@ -215,10 +232,10 @@ _NAME_THEM = (
 )
 
 
-def _missing_samples(a: _Run, b: _Run, *, is_drawn: bool) -> Iterator[str]:
+def _missing_samples(a: _Run, b: _Run, kind: str, *, is_drawn: bool) -> Iterator[str]:
     """Yield what a change of data left out: samples that the sampler did not yield, and fewer distinct rows or parts
-    of rows. If rows are not drawn at random and most of A's are missing, only a run to the end of the script can show
-    whether they are left out."""
+    of rows. If rows are not drawn at random and most of A's are missing, or after a change of data one of the step in
+    which A failed, only a run to the end of the script can show whether they come later."""
     row_count, count = sum(len(step.called) for step in a.worked), 0
     for step in b.worked:
         count += len(step.called)
@@ -231,6 +248,9 @@ def _missing_samples(a: _Run, b: _Run, *, is_drawn: bool) -> Iterator[str]:
             {row for step in run.worked for row in getattr(step, name) or ()} for run in (a, b)
         )
         missing = len(rows_a - rows_b)
+        # The script may have raised after its step, before it fetched the next rows.
+        steps = [rows for step in a.worked[-2:] if (rows := getattr(step, name))]
+        last = {*(steps[-1] if steps else ())} - rows_b
         if name == "asked":
             if rows_b and missing:
                 yield f"its sampler did not yield {missing} of the {len(rows_a)} samples that A's did (--steps)"
@@ -241,6 +261,14 @@ def _missing_samples(a: _Run, b: _Run, *, is_drawn: bool) -> Iterator[str]:
                 f"{missing} of A's {len(rows_a)} rows are missing: only a run to the end of the script shows "
                 "whether they come later (--steps)"
             )
+        elif last and missing == len(last) and kind == DATA and not b.has_ended:
+            # Rows that come again show that all have been read once.
+            read = Counter(row for step in b.worked for row in getattr(step, name) or ())
+            if read.total() - len(read) < len(steps[-1]):
+                yield (
+                    f"{len(last)} rows of the step in which A failed are missing: only a run over all rows shows "
+                    "whether they come later (--steps)"
+                )
 
 
 def _judged_less(a: _Run, b: _Run, observed: Observed | None) -> Iterator[str]:
@@ -276,7 +304,8 @@ def _other_objective(a: _Run, b: _Run, kind: str, observed: Observed | None) -> 
     """Yield the reasons why B trains for another objective than A, or for none. The first loss and its scale are not
     compared for an identity, which itself judges the objective."""
     first_a, first_b = ([step.loss for step in run.done if step.step == 1] for run in (a, b))
-    compares = kind == "" and observed is not None and observed.kind in ("exit", "alert")
+    compares_exit = observed is not None and observed.kind in ("exit", "alert")
+    compares = kind == "" and compares_exit
     for loss_a, loss_b in zip(first_a, first_b, strict=False) if compares else ():
         known = loss_a is not None and loss_b is not None and math.isfinite(loss_a)
         if known and not math.isclose(loss_a or 0.0, loss_b or 0.0, rel_tol=_SAME_LOSS):
@@ -287,6 +316,8 @@ def _other_objective(a: _Run, b: _Run, kind: str, observed: Observed | None) -> 
         yield f"it trains {b.parameters} parameters, and A {a.parameters}"
     if kind == OBJECTIVE and observed is not None and observed.kind == ALERT:
         yield from _largest_there_too(a, b)
+    if kind == OBJECTIVE and compares_exit:
+        yield from _no_objective(b)
     answers_a, answers_b = ([one for step in run.worked for one in step.answers] for run in (a, b))
     if len(answers_b) > 2 and len({*answers_b}) == 1 < len({*answers_a}):
         yield f"its model answers {answers_b[0]:g} without gradients, whatever the rows"
@@ -294,6 +325,16 @@ def _other_objective(a: _Run, b: _Run, kind: str, observed: Observed | None) -> 
     losses = {step.loss for step in last}
     if len(last) > 2 and len(losses) == 1 and len({step.loss for step in a.done}) > 1:
         yield f"its loss is {last[0].loss} from step {last[0].step} on, whatever the rows"
+
+
+def _no_objective(b: _Run) -> Iterator[str]:
+    """Yield a step in which B's objective trains nothing, or one in which its loss has exploded."""
+    losses = b.losses
+    zero = next((at for at, loss in enumerate(losses) if loss == 0), None)
+    if zero is not None and any(losses):
+        yield f"its loss is exactly 0 in step {b.done[zero].step}: nothing is trained on its rows"
+    if losses and losses[0] and max(losses) > _EXPLODED * abs(losses[0]):
+        yield f"its own loss rises from {losses[0]:.3g} to {max(losses):.3g}"
 
 
 def _largest_there_too(a: _Run, b: _Run) -> Iterator[str]:
@@ -372,7 +413,7 @@ def _unjudged(a: _Run, b: _Run, kind: str, check: OwnCheck, changed: set[str]) -
     of a value that the check reads, or B computed the same as A except for the scale of its loss."""
     end = a.worked[-1]
     is_in_step = end.failed and bool(end.called or end.rows)
-    if not (end.raised or check.lines):
+    if not (end.raised or check.lines or changed & check.around):
         return
     for name in sorted(
         changed & (check.constants | {f"{file}:{line}" for file, line in check.lines})

@@ -74,6 +74,9 @@ SPIKE_BEFORE, SPIKE_WINDOW = 50, 100
 SPIKE_SIGMAS, SPIKE_RATIO = 8.0, 1.5
 """Minimum height of a spike, in sigmas and as a ratio. Sigmas alone would flag a ripple on a smooth curve, and a
 ratio alone a noisy batch."""
+SPIKE_OF_FIRST = 0.15
+"""Minimum height of a spike as a share of the first losses: the noise of a loss near 0 is relatively large, and harms
+nothing."""
 SPIKE_TRIED, SPIKE_PEAKS, SPIKE_BACK, SPIKE_AFTER = 20, 3, 30, 5
 """Number of high losses of a log that are examined; maximum number of peaks near a spike with a third of its height;
 steps within which it must be over; minimum number of steps after it."""
@@ -397,7 +400,7 @@ def teacher_off_text(case: Case) -> Symptom | None:
 @rule(
     reads=("loss",),
     threshold=f"{SPIKE_SIGMAS:g} robust sigmas and {SPIKE_RATIO:g} times the median of the "
-    f"{SPIKE_BEFORE} steps before, within {SPIKE_WINDOW} steps",
+    f"{SPIKE_BEFORE} steps before, and {SPIKE_OF_FIRST:.0%} of the first losses above it, within {SPIKE_WINDOW} steps",
 )
 def loss_spike(case: Case) -> Symptom | None:
     is_log = case.view.imported is not None
@@ -407,6 +410,8 @@ def loss_spike(case: Case) -> Symptom | None:
     rows = case.steps(newest, at_least=SPIKE_BEFORE + 1, session=not is_log)
     numbered = case.pairs("loss", "step", rows)
     losses = [loss for loss, _ in numbered]
+    first = [loss for loss in case.view.steps.finite("loss")[:RISE_FIRST]]
+    least = SPIKE_OF_FIRST * abs(median(first)) if first else 0.0
     if len(losses) <= SPIKE_BEFORE:
         raise CannotJudge(f"needs {SPIKE_BEFORE + 1} finite losses")
     spikes: list[tuple[float, int, float]] = []
@@ -416,7 +421,7 @@ def loss_spike(case: Case) -> Symptom | None:
             before = losses[index - SPIKE_BEFORE : index]
             level = median(before)
             spread = MAD_TO_SIGMA * median([abs(x - level) for x in before])
-            limit = max(level + SPIKE_SIGMAS * spread, SPIKE_RATIO * level)
+            limit = max(level + SPIKE_SIGMAS * spread, SPIKE_RATIO * level, level + least)
         if losses[index] > limit:
             spikes.append((-losses[index], index, limit))
     spikes.sort()

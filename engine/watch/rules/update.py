@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 
+from engine.log.events import SUSPICION
 from engine.watch.rules.rule import CannotJudge, Case, Symptom, median, rule
 
 ZERO_STEPS = 10
@@ -31,7 +32,10 @@ UPDATE_PROGRESS = 0.03
 def gradient_zero(case: Case) -> Symptom | None:
     rows = case.steps(ZERO_STEPS, at_least=ZERO_STEPS)
     norm = median(case.column("grad_norm", rows))
-    if norm > ZERO_NORM:
+    # A norm computed where no step uses the gradients, as before the backward pass, is none of theirs.
+    if norm > ZERO_NORM or any(
+        judged.id == "clipping" and judged.level == SUSPICION for judged in case.view.identities
+    ):
         return None
     return Symptom(
         f"the gradient is {norm:.1e}: no weight moves",

@@ -7,6 +7,7 @@ import hashlib
 import math
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from engine.errors import BadInput
@@ -176,6 +177,17 @@ def test_an_exit_is_the_same_only_with_the_same_state(tmp_path: Path) -> None:
     ):
         run = run_of(tmp_path / f"{state}-{code}-{steps}", end=ended(state, code), steps=steps)
         assert shown(one, run, steps=12)[0] is expected
+
+
+def test_a_stop_by_the_flip_is_not_the_exit_that_was_observed(tmp_path: Path) -> None:
+    end = msgspec.structs.replace(ended("terminated", -15), signal="SIGTERM")
+    one = asked(tmp_path, end)
+    run = run_of(tmp_path / "stopped", end=end, steps=12)
+    assert shown(one, run, steps=12)[0] is True
+    assert shown(one, run, steps=12, is_stopped=True) == (
+        False,
+        "it made 12 steps in 12 s and ended as terminated",
+    )
 
 
 def script_run(

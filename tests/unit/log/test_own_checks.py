@@ -124,3 +124,15 @@ def test_what_a_library_raises_is_no_check_of_the_script() -> None:
 )
 def test_a_change_names_only_what_it_assigns_otherwise(was: str, now: str, names: set[str]) -> None:
     assert changed_names(was, now) == names
+
+
+def test_what_is_around_a_failed_call_is_found_and_what_feeds_it_is_not() -> None:
+    source = """\
+with suppress():
+    tools.log(x, rates[step])
+row = next(rows)
+for batch in loader:
+    pass
+"""
+    around = {at: find_own_check({"a.py": source}, ("a.py", at)).around for at in (2, 3, 4)}
+    assert around == {2: {"a.py:1", "a.py:2", "tools"}, 3: {"a.py:3"}, 4: set()}

@@ -147,7 +147,8 @@ def said_of(
         (on("a b", "c d", fails=True), on("a b", "a b", "a b"), "", "differ from A's in step 2"),
         (on("a b", "c d", fails=True), on("e f", "g h", "i j"), "", "differ from A's in step 1"),
         # After a change of data as many different ones count.
-        (on("a b", "c d", fails=True), on("a b", "d e", "f g"), "data", None),
+        (on("a b", "c d", fails=True), on("a b", "d e", "f g"), "data", "in which A failed are missing"),
+        (on("a b", "c d", fails=True), on("a b", "d e", "a b", "d e"), "data", None),
         (on("a b", "c d", fails=True), on("a b", "a b", "a b"), "data", "2 distinct rows, A 4"),
         (on("a b", "c d", fails=True), on("e f", "g h", "i j"), "data", "only a run to the end"),
         (on("a", "b", asked=[[0], [1]]), on("a", "c", "d", asked=[[0], [2], [3]]), "data", "did not yield 1"),
@@ -428,3 +429,33 @@ def test_a_model_that_answers_nothing_is_not_evaluated(tmp_path: Path) -> None:
     )
     assert "answers 0 without gradients, whatever the rows" in (said_of(tmp_path, a, b) or "")
     assert not said_of(tmp_path / "reverse", b, a)
+
+
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        ([2.0, 1.5, 0.0, 1.2], "its loss is exactly 0 in step 3"),
+        ([2.0, 50.0, 9000.0, 1.0], "its own loss rises from 2 to 9e+03"),
+        ([2.0, 1.8, 1.6, 1.4], None),
+    ],
+)
+def test_an_objective_trains_on_every_row_and_does_not_explode(
+    tmp_path: Path, losses: list[float], said: str | None
+) -> None:
+    a, b = on("a", "b", "c", fails=True), on("a", "b", "c", "d")
+    found = said_of(tmp_path, a, b, ([2.0, 3.0, 40.0], losses), kind="objective")  # type: ignore[arg-type]
+    assert not found if said is None else found is not None and said in found, found
+
+
+@pytest.mark.parametrize(("id", "is_diluted"), [("data_wait", True), ("memory_pressure", False)])
+def test_a_share_of_the_time_does_not_fall_because_everything_is_slower(
+    tmp_path: Path, id: str, is_diluted: bool
+) -> None:
+    runs = []
+    for name, seconds in (("a", 0.1), ("b", 0.6)):
+        scene = Scene(tmp_path / name).open()
+        scene.events(*(step(n, 2.0, step_s=seconds) for n in range(1, 9)))
+        runs.append(scene.close().run)
+    seen = replace(OBSERVED, kind="alert", id=id)
+    found = work_left_out(runs[0], runs[1], observed=seen)
+    assert ("6 times as long" in found) is is_diluted, found

@@ -246,3 +246,16 @@ def test_a_classifier_that_guesses_is_named_after_500_steps() -> None:
     quiet("loss_stays_at_guessing", case(lambda n: {"loss": 0.9}, classes, count=520))
     early = case(lambda n: {"loss": 0.99 * math.log(5)}, classes, count=480)
     unknown("loss_stays_at_guessing", early, "one cross entropy")
+
+
+def test_noise_of_a_loss_near_zero_is_no_spike() -> None:
+    def noisy(n: int) -> dict[str, float]:
+        return {"loss": 2.0 if n < 20 else 0.2 if n == 140 else 0.001}
+
+    quiet("loss_spike", case(noisy))
+    raised("loss_spike", case(lambda n: {"loss": 2.0} if n < 20 or n == 140 else {"loss": 0.001}))
+
+
+def test_a_norm_that_no_step_uses_is_no_gradient_of_zero() -> None:
+    late = identity_event("clipping", "suspicion", 3, "after steps 1 and 2")
+    quiet("gradient_zero", case(lambda n: {"grad_norm": 0.0}, late))

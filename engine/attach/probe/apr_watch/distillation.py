@@ -63,7 +63,12 @@ class Divergence:
         self._torch = torch
         self._is_mixed, self._is_exp = is_mixed, is_exp
         self._is_forward = type(softmax).__name__ == "LogSoftmaxBackward0" and not is_exp
-        self._is_difference = bool(way) and type(way[0]).__name__ == "SubBackward0"
+        # A squared or absolute difference is one of attention maps, whose dropout mask is the other factor.
+        kinds = [type(node).__name__ for node in way[:2]]
+        self._is_difference = kinds[:1] == ["SubBackward0"] and kinds[1:] not in (
+            ["PowBackward0"],
+            ["AbsBackward0"],
+        )
         self.vocabulary = teacher.shape[-1]
         self.positions = teacher.numel() // self.vocabulary
         temperature = _temperature(softmax)

@@ -328,14 +328,15 @@ class Identities:
         if self._position.rank:
             return
         self.schedules.step(optimizer, state.scheduled)
-        if self._stepped and state.is_sampled:
+        has_closure = any(callable(argument) for argument in arguments)
+        # A closure computes the gradients of its step itself.
+        if self._stepped and state.is_sampled and not has_closure:
             self._report(self._shared_gradients(optimizer))
         if state.missing_gradients.has_caught_up() and not any(
             other.missing_gradients.is_suspected for other in self._states.values()
         ):
             text = f"each parameter of {type(optimizer).__name__} has had a gradient by step {state.steps}"
             self._report([("no_gradient", PASS, text, {WITHDRAWN: 1})])
-        has_closure = any(callable(argument) for argument in arguments)
         self._check_windows(optimizer, state, has_closure)
         if not state.is_sampled:
             if state.modes.left_training_mode():
