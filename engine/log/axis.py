@@ -51,7 +51,7 @@ class Axis:
         ]
 
     def heights(self, values: Sequence[float | None]) -> list[int | None]:
-        """Return `dot` of many values; None for an absent value."""
+        """Return `dot` of many values; None also for an absent value."""
         known = [y if y is not None and (y > 0 or not self.is_log) else None for y in values]
         places = (y for y in known if y is not None)
         dots = iter(self.dots_of(map(math.log10, places) if self.is_log else places))

@@ -9,8 +9,7 @@ starts to wait for the others. Every rank enters the same collectives in the sam
 waiting ranks have a higher step, or have entered more collectives, than the rank that they wait for. Stacks do not
 show this, because all ranks that wait in a collective have the same stacks.
 
-A beat is one write of 24 bytes at a fixed offset. It is not a log: a torn or missing beat reads as "not
-known".
+A beat is one write of 24 bytes at a fixed offset. It is not a log: a torn or missing beat is left out.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ class BeatWriter:
 
 
 def read_beats(run: RunFolder) -> list[Beat]:
-    """Return the existing beats in rank order; the list is empty for a single-process run."""
+    """Return the existing beats in rank order; the list is empty for a single-process run. Raises RunLogError."""
     beats = []
     for path in _folder(run).glob("*.beat"):
         data = read_bytes(path, "beat", limits.BEAT, error=RunLogError)
@@ -148,7 +147,8 @@ def forget(run: RunFolder, ranks: range, world: int) -> None:
 
 
 def log_of(run: RunFolder, rank: int) -> Path:
-    """Return the path of a rank's log: the run's log for rank 0, a file under `ranks/` for the others."""
+    """Return the path of a rank's log: the run's log for rank 0, a file under `ranks/` for the others; create that
+    folder."""
     if rank:
         _folder(run).mkdir(exist_ok=True)
     return run.rank_log(rank)

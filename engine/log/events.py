@@ -1,6 +1,7 @@
 """The events of a run: one record per line, with the envelope `v, seq, t_s, kind` and flat fields.
 
-A run has three logs, each with one writer:
+A run has three logs, each with one writer (each further rank has an events log, and each further host a device and a
+watch log, under other names):
 
     events.jsonl   the trainer     decisions, steps, evaluations, checkpoints, how it ended
     device.jsonl   the supervisor  GPU and host readings
@@ -484,7 +485,8 @@ class StepDone(StepRow, frozen=True, kw_only=True, tag="step", gc=True):
 
     @property
     def updated(self) -> bool:
-        """Whether the update was applied; a non-finite number prevents it."""
+        """Whether loss and gradient norm are finite; otherwise the engine does not apply the update. False also if one
+        of them is absent."""
         return all(math.isfinite(nan_if_absent(n)) for n in (self.loss, self.grad_norm))
 
 
@@ -623,7 +625,8 @@ class Note(Event, frozen=True, kw_only=True, tag="note"):
 
 
 class RunFinished(Event, frozen=True, kw_only=True, tag="run_finished"):
-    """The end of a run, written by the run itself. A dead run without this record reads `vanished`."""
+    """The end of a run, written by the run itself. A dead run without this record has the state of its
+    supervisor's record, or `host_lost` or `vanished`."""
 
     state: str
     """`completed`, `stopped` or `failed`."""

@@ -6,9 +6,9 @@ losses can be compared with the teacher's, and they have a separate chart.
 
     gap closed    (start - student) / (start - teacher), each a held-out cross entropy
     lanes         readings as shares of their maximum: utilisation of 100 %, memory of the total
-    mem, own      memory of a GPU or of the machine used by all processes, and the part used by the trainer: on a GPU
-                  the bytes reserved by its allocator, or NVML's number for a process watched from outside; on the
-                  machine its resident bytes
+    mem, own      memory of a GPU or of the machine used by all processes, and the part used by the trainer. On a GPU
+                  that is NVML's number for it and its descendants, or, if NVML gives none and the run has one GPU,
+                  the bytes reserved by its allocator; on the machine its resident bytes
 """
 
 # Shapes: C cells of a lane
@@ -53,7 +53,7 @@ def references(view: RunView) -> dict[str, float]:
 
 def gap_closed(view: RunView) -> float | None:
     """Return the share of the held-out gap between the untrained student and the teacher that the student has closed;
-    None if it is not known, or if the teacher is no better than the untrained student."""
+    None if it is not known, if the student was not evaluated after it began, or if the gap is below LEAST_GAP."""
     known, losses = references(view), held_out(view)
     if len(losses) < 2 or len(known) < 2 or known["start"] - known["teacher"] < LEAST_GAP:
         return None
@@ -113,7 +113,7 @@ class Curve:
 
 def lanes_of(view: RunView) -> list[Curve]:
     """Return the lanes of each GPU, the most important first; without a GPU, the lanes of CPU and memory. A lane is a
-    reading in percent of its maximum."""
+    reading in percent of its maximum; it is left out if the maximum is unknown or nothing was read."""
     readings: list[tuple[str, str, Table, str, float | None]] = []
     for index, table in sorted(view.gpu_tables.items()):
         newest = view.gpus.get(index)
@@ -155,7 +155,7 @@ def lanes_of(view: RunView) -> list[Curve]:
 
 
 def _was_read(table: Table, column: str) -> bool:
-    """Return whether a column has any reading: the newest entry may be absent, as after the trainer's end."""
+    """Return whether a column has any finite reading: the newest entry may be absent, as after the trainer's end."""
     return table.last(column) is not None or table.range(column).low is not None
 
 
@@ -272,7 +272,7 @@ def _memory_curves(view: RunView) -> tuple[Curve, ...]:
 
 
 def first_seen(view: RunView, line: LogLine) -> tuple[int, float]:
-    """Return the first step of an alert, and its time; for any other line, 0 and the time of the line."""
+    """Return the first step of an alert, and its time; for a line without a step, 0 and the time of the line."""
     event, steps = line.event, view.steps
     step = (event.first_step or event.step) if isinstance(event, Judged) else 0
     row = min(steps.find("step", step), len(steps) - 1) if step else -1
@@ -281,7 +281,7 @@ def first_seen(view: RunView, line: LogLine) -> tuple[int, float]:
 
 
 def marks_of(view: RunView) -> tuple[Mark, ...]:
-    """Return the alerts and compiles of a run."""
+    """Return a mark for each alert raised and each compile of a run."""
     marks = []
     for line in view.marks:
         event = line.event

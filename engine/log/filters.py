@@ -7,7 +7,9 @@
     /lr-\\d+$/           a regular expression, searched in the run's name, state, tags and other text
     sweep               a plain word, searched in the same text
 
-Case is ignored. The module is pure, so the terminal and the command line filter alike.
+Case is ignored, except in the names of settings. A run without the compared value never matches a comparison.
+
+The module is pure, so the terminal and the command line filter alike.
 """
 
 from __future__ import annotations
@@ -109,7 +111,9 @@ def _term(term: str, names: Collection[str]) -> Term:
 
 def _regex(term: str) -> Term:
     if len(term) < 3 or not term.endswith("/"):
-        raise _bad(term, "a regular expression between slashes", "no expression and second slash")
+        raise _bad(
+            term, "a regular expression between slashes", "no expression, or no second slash"
+        )
     try:
         pattern = re.compile(term[1:-1], re.IGNORECASE)
     except (re.error, RecursionError, OverflowError) as error:

@@ -63,7 +63,8 @@ class RunFolder:
 
     @property
     def resolved(self) -> Path:
-        """Settings as the last session resolved `auto`; runs of earlier versions have none."""
+        """Settings as the last session resolved `auto`; absent in watched and imported runs, and in runs of earlier
+        versions."""
         return self.path / "resolved.json"
 
     @property
@@ -135,7 +136,7 @@ class RunFolder:
             self.reserve.unlink(missing_ok=True)
 
     def liveness(self) -> Liveness:
-        """Return which processes of the run exist now."""
+        """Return which processes of the run exist now. Raises RunLogError if a log's lock cannot be tested."""
         return Liveness(
             # The first rank is on the first host.
             trainer=not self.host and writer_is_alive(self.events),
@@ -172,7 +173,7 @@ class RunFolder:
             isinstance(section, dict) for section in spec.values()
         ):
             raise RunLogError.expected(
-                "settings", self.effective, "sections under 'spec'", "others"
+                "settings", self.effective, "a table for each section under 'spec'", "other values"
             )
         return effective
 
@@ -216,7 +217,7 @@ class WatchedCommand:
 
 
 def read_command(run: RunFolder) -> WatchedCommand | None:
-    """Return the command of a watched script; None for a run of the engine. Raises RunLogError."""
+    """Return the command of a watched or imported run; None for a run of the engine. Raises RunLogError."""
     command = run.read_effective().get(COMMAND)
     if not isinstance(command, dict):
         return None
@@ -232,7 +233,7 @@ def read_command(run: RunFolder) -> WatchedCommand | None:
 
 
 def must_have_settings(run: RunFolder) -> None:
-    """Raise BadInput for a run of a watched script, which has no settings."""
+    """Raise BadInput for a watched or imported run, which has no settings, and RunLogError if that cannot be read."""
     if (command := read_command(run)) is not None:
         raise BadInput.expected(
             "run folder",
@@ -287,19 +288,19 @@ class FoundRun:
     """The name of the run's folder, with its parent folder if that is not the searched folder."""
     made_ns: int
     key: str
-    """The run's path without links, which is the same if a run is found twice."""
+    """The run's path with symbolic links resolved, which is the same if a run is found twice."""
 
 
 def find_runs(folder: Path) -> list[RunFolder]:
     """Return every run directly in `folder` (or `folder` itself), newest first; empty if the folder does not
-    exist."""
+    exist. Raises OSError."""
     return [run.folder for run in find_all(folder, nested=False)]
 
 
 def find_all(folder: Path, *, nested: bool = True) -> list[FoundRun]:
     """Return the runs of `folder`: `folder` itself if it is a run, else the runs in it and, if `nested`, one level
-    below. Each folder's runs are ordered newest first, by creation time and then by name. Empty if the folder does
-    not exist. Raises OSError."""
+    below. All are ordered together, newest first, and runs of the same time by name in reverse. Empty if the folder
+    does not exist. Raises OSError if the folder cannot be listed."""
     if is_run(folder):
         run = RunFolder(folder)
         key = os.path.realpath(folder)
@@ -308,8 +309,8 @@ def find_all(folder: Path, *, nested: bool = True) -> list[FoundRun]:
 
 
 def _runs_in(folder: str, prefix: str = "", *, nested: bool) -> list[FoundRun]:
-    """Return the runs in a folder and, if `nested`, in its sub-folders that are not runs. Raises OSError if the
-    folder cannot be listed; a sub-folder that cannot be read is skipped."""
+    """Return the runs in a folder and, if `nested`, in its sub-folders that are neither runs nor hidden. Raises OSError
+    if the folder cannot be listed; a sub-folder that cannot be listed is skipped."""
     runs: list[FoundRun] = []
     inner: list[os.DirEntry[str]] = []
     real = os.path.realpath(folder)
@@ -338,7 +339,8 @@ def _made_ns(folder: str) -> int | None:
 
 
 def last_change(run: RunFolder) -> float:
-    """Return the Unix time of the newest change of a run's logs, tags or note; 0 if the run no longer exists."""
+    """Return the Unix time of the newest change of a run's settings, logs, tags or note; 0 if the run no longer
+    exists."""
     changed = [0.0]
     for path in (run.effective, run.path / "notes.json", *run.logs().values()):
         with contextlib.suppress(OSError):
@@ -373,7 +375,7 @@ def write_whole(path: Path, text: str | bytes, what: str = "write") -> None:
 def new_folder(path: Path, what: str, hint: str) -> Iterator[None]:
     """Create a folder and sync its name; the body of the `with` statement writes and syncs the content. If anything
     fails, the folder is removed, because a partial folder would block the next attempt. Raises BadInput if it already
-    exists."""
+    exists, DiskFull or RunLogError if it cannot be created or synced."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -396,7 +398,8 @@ def new_folder(path: Path, what: str, hint: str) -> Iterator[None]:
 
 
 def create_run(path: Path, spec_text: str, effective: dict[str, Any]) -> RunFolder:
-    """Create a run folder. Raises BadInput if it exists; a folder that cannot be completed is removed."""
+    """Create a run folder. Raises BadInput if it exists, DiskFull or RunLogError if it cannot be written; a folder
+    that cannot be completed is removed."""
     # Serialise first: invalid JSON is an internal error and must leave nothing to clean up.
     effective_text = json.dumps(effective, indent=2, sort_keys=True, allow_nan=False) + "\n"
     # Also sync the names of the run folder and of new parent folders, without which the content cannot be found.

@@ -1,8 +1,8 @@
 """Make the table of a run's GPUs for the terminal, the notebook, the report and the live page.
 
 A column is a row of `COLUMNS`: its title, and the function that makes its cell from the readings of one GPU. A
-missing reading gives a cell marked as unknown, never a 0; its reason is a line below the table. The rows are the
-newest readings, or typical values and peaks over the whole run.
+missing reading gives a cell marked as unknown, never a 0; its reason, if known, is a line below the table. A row
+has the newest readings of one GPU, or their medians and peaks over the whole run.
 """
 
 from __future__ import annotations
@@ -88,14 +88,15 @@ class _Gpu:
         return self.view.gpu_tables.get(self.index)
 
     def read(self, name: str, over: Literal["median", "highest"] = "median") -> float | None:
-        """Return the newest reading; over the whole run, the median or peak of its column."""
+        """Return the newest reading; over the whole run, the median or peak of its column, if it has one."""
         if self.whole_run and self.table is not None and name in self.table.columns:
             return over_run(self.table, name, over)
         newest: float | None = getattr(self.sample, name, None)
         return newest
 
     def own_bytes(self) -> tuple[float | None, bool]:
-        """Return the memory of the trainer and its descendants, and whether CUDA's own memory is left out of it."""
+        """Return the memory of the trainer and its descendants, and whether it is only what the trainer's allocator has
+        reserved, without descendants and CUDA contexts."""
         own = self.read("family_gpu_mem_bytes", "highest")
         # The allocator reports one process, without the GPU that the process uses.
         if own is not None or len(self.view.gpu_tables) > 1:
@@ -119,7 +120,7 @@ class _Gpu:
 
 
 def over_run(table: Table, name: str, over: Literal["lowest", "median", "highest"]) -> float | None:
-    """Return the min, median or max of a reading over all rows of a table; None if it was never read."""
+    """Return the min, median or max of a reading over all finite entries of its column; None if there are none."""
     known = sorted(table.finite(name))
     return known[{"lowest": 0, "median": len(known) // 2, "highest": -1}[over]] if known else None
 
@@ -235,7 +236,8 @@ class Column:
     is_note: bool = False
     """Whether the value is shown as a line below the table, once for all GPUs with the same value."""
     is_optional: bool = False
-    """Whether the column is left out if no GPU has the reading: few GPUs have performance counters."""
+    """Whether the column is left out if no GPU has the reading: few GPUs have performance counters, for
+    example."""
     keep: int = 0
     """Priority in a narrow terminal: columns with the lowest number are left out first."""
 
@@ -376,8 +378,8 @@ RANKS_SHOWN = 16
 
 
 def rank_rows(view: RunView) -> list[tuple[str, ...]]:
-    """Return the cells of RANKS for each rank, the slowest first: its progress, and the rank that it waits for. Empty
-    for a run of one rank."""
+    """Return the cells of RANKS for each rank, the slowest first: its progress, and either the ranks that it waits for
+    or how many ranks wait for it. After RANKS_SHOWN ranks, one row counts the rest. Empty for a run of one rank."""
     rows: list[tuple[str, ...]] = []
     late, hosts = behind(view.beats), view.rank_hosts
     names = ", ".join(str(beat.rank) for beat in late[:4]) + ", ..." * (len(late) > 4)

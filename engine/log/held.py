@@ -1,4 +1,4 @@
-"""Record the memory of the trainer, as its allocator reports it, in one small file that can be read at any time.
+"""Record the memory of the trainer, as it reports it itself, in one small file that can be read at any time.
 
     <run>/memory.held        step, source, held, reserved, peak: two little-endian u64 and three float64 in bytes
 
@@ -82,7 +82,7 @@ class MemoryWriter:
 
 
 def read_held(run: RunFolder) -> Held | None:
-    """Read the newest record; None if there is none."""
+    """Read the newest record; None if there is none or it is invalid."""
     try:
         data = read_bytes(run.path / NAME, "memory held", limits.BEAT)
     except BadInput:

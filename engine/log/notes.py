@@ -54,7 +54,7 @@ def change_notes(
     note: str | None = None,
 ) -> Notes:
     """Add and remove tags, or replace all of them, and replace the note; return the new tags and note. Raises
-    BadInput."""
+    BadInput for an invalid tag or note, RunLogError and DiskFull if the file cannot be read or written."""
     try:
         lock = os.open(run.path, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:

@@ -1,12 +1,12 @@
-"""Follow a log with bounded reads, returning whole lines only and reporting every missing line.
+"""Follow a log with bounded reads; return whole lines only, and report every missing line.
 
-`LogReader.poll` returns the events appended since the last call. The reader keeps two numbers, the byte
-offset and the sequence number of the first line it has not returned. A torn last line (the writer is in the
+`LogReader.poll` returns the events appended since the last call. The reader keeps the byte
+offset and the sequence number of the first line that it has not returned. A torn last line (the writer is in the
 middle of it, or died there) is left in place and read again at the next poll.
 
-A line that is lost, repeated, altered or not a record raises `BrokenLog` with its byte offset, and so does a
-file that was cut, replaced or removed while it was being followed. The error carries the sound events
-before the fault, so that one bad byte does not hide what a run did before it. The reader stays at the fault
+A line that is missing, repeated, out of order or not a valid record raises `BrokenLog`. So does a file that was
+cut, replaced or removed while it was being followed. The error carries the sound events before the
+fault, so that one bad byte does not hide what a run did before it. The reader stays at the fault
 and raises again at the next poll.
 """
 
@@ -45,7 +45,7 @@ from engine.terminal import clipped
 READ_BYTES = 16 << 20
 """Bytes that one poll reads by default."""
 PART_BYTES = 128 << 10
-"""Bytes of lines that are decoded in one call; also the distance between two of a reader's points."""
+"""Approximate bytes of lines that are decoded in one call, and between two of a reader's points."""
 NEWEST_BYTES = 8 << 20
 """Bytes at the end of a log whose steps are decoded with all their fields for a view."""
 LONGEST_LINE_BYTES = LOG_LINE.most
@@ -89,7 +89,8 @@ class BrokenLog(RunLogError):
 
 
 def decode_line(line: bytes, where: str) -> AnyEvent:
-    """Decode one record. An unknown kind becomes `Unrecognised`; anything that is not a record is a RunLogError."""
+    """Decode one record. An unknown kind becomes `Unrecognised`. Raises RunLogError for anything that is not a
+    valid record."""
     try:
         record = _plain.decode(line)
     except NOT_JSON:
@@ -194,7 +195,7 @@ class LogReader:
 
     @property
     def read_bytes(self) -> int:
-        """Number of bytes of the file that have been returned."""
+        """Byte offset of the first line that has not been returned."""
         return self._offset
 
     def _read_lines(self, max_bytes: int) -> bytes:
@@ -244,7 +245,7 @@ class LogReader:
 
     @property
     def lines_read(self) -> int:
-        """Number of lines that have been returned."""
+        """Number of the first line that has not been returned, from 0."""
         return self._next_seq
 
     def _decode(self, lines: bytes, decoder: msgspec.json.Decoder[Any]) -> list[AnyEvent]:
@@ -336,8 +337,8 @@ class LogReader:
 
 
 class RankReader(LogReader):
-    """Reads the log of a rank other than the first. A fault becomes a note at level error after the sound lines, so
-    that the run's other logs are still read."""
+    """Reads the log of a rank other than the first. A fault becomes one note at level error after the sound lines; the
+    reader raises no error, so that the run's other logs are still read."""
 
     def __init__(self, path: Path, *, at: Point | None = None) -> None:
         super().__init__(path, at=at)
@@ -374,8 +375,9 @@ def _parts(lines: bytes) -> Iterator[bytes]:
 
 
 def writer_is_alive(path: Path) -> bool:
-    """Return whether a process holds this log open for writing, according to the kernel's lock. A path that is not a
-    regular file has no writer; reading the log reports such a path."""
+    """Return whether a process holds this log open for writing, according to the kernel's lock. A missing file, or a
+    path that is not a regular file, has no writer. Raises RunLogError if the file cannot be opened or its lock not
+    tested."""
     try:
         file = open_plain(path)
     except (FileNotFoundError, NotRegular):
@@ -410,7 +412,8 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Liveness:
-    """The processes of a run that exist now. It is not part of the log, and valid only at the moment of the query."""
+    """The processes of a run that exist now: the first rank's trainer and the supervisor. It is not part of the log,
+    and valid only at the moment of the query."""
 
     trainer: bool
     supervisor: bool
@@ -419,11 +422,12 @@ class Liveness:
     host: str = ""
     """Name of this machine; empty if it was not read."""
     silent_s: float = math.inf
-    """Seconds since the newest write to a log of the run."""
+    """Seconds since the newest write to events.jsonl, or to the `watch` or `device` log."""
 
 
 def events_of(log: Path) -> Iterator[AnyEvent]:
-    """Yield the events of a log of any length. Raises BrokenLog after the last sound line."""
+    """Yield the events of a log of any length. Raises BrokenLog at a fault; its `before` has the sound events that were
+    not yielded."""
     reader = LogReader(log)
     while events := reader.poll():
         yield from events

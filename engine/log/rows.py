@@ -10,8 +10,8 @@
 A resume at a step cuts off the records of later steps, so that a file has exactly the rows that led to the weights.
 The unfinished record of a killed writer is also cut off, and readers ignore it.
 
-The log has, with each step, a running digest of this rank's records so far. Two runs with the same digest at a step
-have trained on the same rows in the same order up to that step.
+With each step, the log has a running digest of the hashes of the rows that the first rank has trained on. If two runs
+have the same digest at a step, their first ranks have trained on the same rows in the same order up to that step.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class RowsWriter:
     """Appends the rows of a session that continues after `step`."""
 
     def __init__(self, run: RunFolder, rank: int, ranks: int, step: int) -> None:
-        """Keep the records up to `step`. Raises RunLogError and DiskFull."""
+        """Keep the records up to `step`, and cut off the others. Raises RunLogError and DiskFull."""
         self.path = path_of(run, rank)
         self.digest, self._kept = NO_ROWS, 0
         """The running digest, and the number of records that are kept."""

@@ -128,7 +128,7 @@ class Table:
         """Return this table with rows appended, whose entries are given by column. A column that is not given is
         absent in them; a new column is absent in the earlier rows.
 
-        The storage is shared if this is the newest snapshot, and copied if an older snapshot is extended.
+        The storage is shared if this is the newest snapshot and no column is new; otherwise it is copied.
         """
         import numpy as np
 
@@ -212,7 +212,8 @@ class Table:
         return Range(float(part.min()), float(part.max()), non_finite)
 
     def find(self, name: str, value: float) -> int:
-        """Return the first row whose entry is at least `value`, in a non-decreasing column."""
+        """Return the first row whose entry is at least `value`, in a non-decreasing column; the number of rows if
+        there is none."""
         return self.find_each(name, (value,))[0]
 
     def find_each(self, name: str, values: Sequence[float]) -> list[int]:

@@ -1,7 +1,7 @@
-"""Render a run as text: its events, its readings, and a whole RunView. All functions are pure. The terminal, the
+"""Render a run as text: its events, its readings, and a whole RunView. The terminal, the
 commands and the notebook print these texts, so that they agree.
 
-An unknown value reads "not measured" or gives its reason; a non-finite number reads `NaN` or `+inf`.
+An unknown value reads "not measured" or gives its reason; a non-finite number reads `NaN`, `+inf` or `-inf`.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ LEVEL_WORDS = {
 
 
 def level_text(judged: Judged) -> str:
-    """Return the word for the level of a result; LEVEL_WORDS has those of alerts and identities."""
+    """Return the word for the level of a result; LEVEL_WORDS has those that differ from the level."""
     return LEVEL_WORDS.get((judged.by, judged.level), judged.level)
 
 
@@ -390,7 +390,7 @@ def sample_text(sample: HostSample | GpuSample) -> str:
 
 
 def device_lines(view: RunView, width: int = 100) -> list[str]:
-    """Render GPU and host readings; a missing one is shown with its reason."""
+    """Render GPU and host readings; a missing one is shown with its reason, if known."""
     lines = [*gpu_lines(view, width), *rank_lines(view), *host_lines(view)]
     for host, host_view in view.hosts_now.items():
         lines += [f"{host}:", *host_lines(host_view)]
@@ -430,7 +430,7 @@ def _no_gpu_lines(view: RunView) -> list[str]:
 
 
 def run_device_lines(view: RunView, width: int = 100) -> list[str]:
-    """Render the GPU and host readings of the whole run: typical values and extremes."""
+    """Render the GPU and host readings of the whole run: medians and extremes."""
     gpus = gpu_lines(view, width, whole_run=True)
     lines = [*gpus, *rank_lines(view), *run_host_lines(view)]
     for host, host_view in view.hosts_now.items():
@@ -652,9 +652,9 @@ def result_lines(view: RunView) -> list[str]:
 
 
 SAMPLES = 40
-"""Number of newest samples that are shown."""
+"""Maximum number of samples shown, the newest ones."""
 WRITTEN = 8
-"""Number of records of written text that are shown: the first and the newest."""
+"""Maximum number of records of written text shown: the first and the newest ones."""
 
 
 def has_samples(view: RunView) -> bool:
@@ -771,7 +771,8 @@ def _shares(title: str, seconds: Mapping[str, float], *, least: float) -> str:
 
 
 def speed_lines(view: RunView) -> list[str]:
-    """Render the pace of the last steps as a share of the device's peak, and break down three times by phase: the
+    """Render the pace of the last steps (and its share of the device's peak, if known), and break down three times by
+    phase: the
     device's and the host's time of the newest step, and the start."""
     pace = [] if view.tokens_per_second() is None else [f"speed  {_pace_text(view)}"]
     host = _shares_of_newest_step("host ", view.host_s, least=0.01)
@@ -985,7 +986,8 @@ def _counts_text(counts: KernelCounts) -> str:
 
 
 def kernel_lines(view: RunView) -> list[str]:
-    """Render the kernel caches: hits, misses, and each compile, newest first, with the reason it was needed."""
+    """Render the kernel caches: hits, misses, and each compile, newest first, with its difference from
+    earlier kernels if known."""
     counts = view.kernel_counts
     lines = []
     if counts is not None:

@@ -1,6 +1,6 @@
-"""A run as one value, folded from its logs by `engine.log.fold`.
+"""The state of a run as one value, folded from its logs by `engine.log.fold`.
 
-Every surface (terminal, notebook, `engine tail`, diagnosis) draws a `RunView` and nothing else. A view is
+Every surface (terminal, notebook, `engine tail`, diagnosis) shows what a run has logged from its `RunView`. A view is
 frozen. Its long columns share storage with earlier views: a column only grows, and each view knows how many
 of its entries belong to it.
 """
@@ -245,8 +245,8 @@ class RunView:
 
     @property
     def exit(self) -> TrainerExited | None:
-        """End of this session as recorded by the first host's supervisor, or by another host's if the first host was
-        lost."""
+        """End of this session as recorded by the first host's supervisor; if it recorded none, another host's record
+        that a host was lost."""
         others = (view.own_exit for view in self.hosts_now.values())
         lost = (end for end in others if end is not None and end.state == HOST_LOST)
         return self.own_exit or next(lost, None)
@@ -451,7 +451,7 @@ class RunView:
 
     def eta_s(self) -> float | None:
         """Return the seconds until the last step, at the pace of this session so far with its evaluations and
-        checkpoints; None before the second step."""
+        checkpoints; None before this session's second step, or if the number of steps is unknown."""
         if self.total_steps is None or self.session_row >= len(self.steps):
             return None
         first_step, first_unix_s = self._step_and_time(self.session_row)

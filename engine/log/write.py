@@ -1,4 +1,4 @@
-"""Append to a log: one writer per file, one line per event, no partial lines.
+"""Append to a log: one writer per file, one line per event.
 
 The writer holds the file with an exclusive `flock` for as long as it lives. The lock does three things at
 once: a second writer is refused, a reader can tell a living writer from a dead one without trusting a pid,
@@ -51,17 +51,17 @@ def read_boot_id() -> str:
 
 
 def read_host() -> str:
-    """Return the name of this machine, from the environment variable of HOST if it is set; characters that a file
-    name cannot have are replaced."""
+    """Return the name of this machine, from the environment variable of HOST if it is set; each
+    character other than ASCII letters, digits and `_.-` becomes `-`, and the name is cut to 64 characters."""
     return re.sub(r"[^\w.-]", "-", os.environ.get(HOST) or os.uname().nodename, flags=re.ASCII)[:64]
 
 
 # contract: run-log-v1
 def encode(event: Event, seq: int, t_s: float) -> bytes:
-    """Encode one line of a log, with its newline; non-finite floats are named under `nf`.
+    """Encode one line of a log, with its newline; floats that are non-finite or out of range are named under `nf`.
 
-    The invalid bytes of a file name that is not UTF-8 are escaped (`\\udcff`). A text that is too long
-    is truncated.
+    Lone surrogates in a string, as from a file name that is not UTF-8, are escaped (`\\udcff`). A string longer than
+    LOG_TEXT is truncated.
     """
     record: dict[str, Any] = {
         "v": event.v,
@@ -79,7 +79,7 @@ def encode(event: Event, seq: int, t_s: float) -> bytes:
 
 
 def _as_json(value: Any, path: str, non_finite: dict[str, str]) -> Any:
-    """Convert `value` for JSON; add the paths of floats that JSON cannot hold to `non_finite`."""
+    """Convert `value` for JSON; add the paths of floats that a log cannot hold to `non_finite`."""
     match value:
         case float():
             if is_written(value):
@@ -154,13 +154,13 @@ class LogWriter:
         return recovered.cut
 
     def write(self, event: Event) -> None:
-        """Append one event. Raises DiskFull if the line does not fit, with the file unchanged; RunLogError if it
-        cannot be written for another reason."""
+        """Append one event. Raises DiskFull if the line does not fit, RunLogError if it cannot be written for
+        another reason; the unfinished line is cut off."""
         with self._guard:
             assert self._fd >= 0, "a log is not written after it was closed"
             if os.fstat(self._fd).st_size != self._end:
-                # An earlier write was interrupted by an exception after its bytes were written: read the next number
-                # from the file.
+                # An earlier write was interrupted by an exception after it had written bytes: read the next
+                # number from the file.
                 self._recover()
             line = encode(event, self._seq, self._monotonic() - self._origin)
             try:
@@ -207,8 +207,8 @@ class LogWriter:
 
 
 def write_fully(fd: int, line: bytes) -> None:
-    """Write all of `line`, in one write if possible; if the kernel takes only a part, the next write raises the
-    reason."""
+    """Write all of `line`, in one write if possible; if the kernel takes only a part, the rest is written next. Raises
+    OSError."""
     left = memoryview(line)
     while left:
         written = os.write(fd, left)
@@ -253,7 +253,7 @@ SCAN_BYTES = 1 << 20
 
 
 class _Numbered(msgspec.Struct):
-    """The fields of a line that the next writer needs."""
+    """The field of the last line that the next writer needs."""
 
     seq: Annotated[int, msgspec.Meta(ge=0)]
 
@@ -270,7 +270,7 @@ class Recovered:
 
 def lock(fd: int, path: Path) -> None:
     """Take the writer's lock of a log; the kernel releases it however the writer ends. Raises RunLogError if the log
-    has a writer."""
+    still has a writer after LOCK_TRIES attempts."""
     # A reader that tests for a writer holds the lock for an instant, so try again.
     for attempt in range(LOCK_TRIES):
         try:
@@ -289,7 +289,7 @@ def lock(fd: int, path: Path) -> None:
 
 def recover(fd: int, path: Path) -> Recovered:
     """Cut off everything after the last whole line before the first hole. Raises RunLogError and DiskFull; a file
-    that is not a log is left unchanged."""
+    whose last whole line is not a record is left unchanged."""
     try:
         size = os.fstat(fd).st_size
         start = _first_zero(fd, size)
@@ -311,7 +311,7 @@ def recover(fd: int, path: Path) -> Recovered:
                     f"run log: {path} @{end - len(line) - 1} — expected a record on the last "
                     f"line, found {line[:60]!r}"
                 ) from None
-        # Cut only now, so that a file that is not a log stays unchanged.
+        # Cut only now, so that a file whose last line is not a record stays unchanged.
         if end < size:
             os.ftruncate(fd, end)
     except OSError as error:

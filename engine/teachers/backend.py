@@ -47,7 +47,8 @@ def choose_backend(
 
     fp8 weights are dequantised ones of a byte each: fp8 and `quantized` exclude each other.
 
-    Raises BadInput for `quantized` with a file without quantised blocks, and with precision fp8.
+    Raises BadInput for `quantized` with a file without quantised blocks, and, unless stored outputs are read, for
+    `quantized` with precision fp8.
     """
     if config is None:
         why = "switched off by the user" if wanted == "none" else "no teacher.path is given"

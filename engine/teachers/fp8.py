@@ -9,8 +9,8 @@ ones, and
     KL(p || q) = mean over labelled tokens of sum_v p_v (ln p_v - ln q_v)       p exact, q rounded
 
 is compared with an error that is widely accepted for 4-bit weights: the published mean KL of Q4_K_M
-against 16-bit weights (`engine.quant.blocks`). The check `teacher_fp8_within_noise_floor` ends a
-run whose teacher exceeds it.
+against 16-bit weights (`engine.quant.blocks`). The check `teacher_fp8_within_noise_floor` fails for a
+teacher that exceeds it.
 
 The exact side is the same decoder in the dtype of the activations, as precision=bf16 runs it. Not
 measured: rows longer than the held-out ones, and other kinds of text.
@@ -39,7 +39,7 @@ from engine.teachers.protocol import Teacher
 NOISE_FLOOR_KL = NOISE_FLOORS["q4_k_m"].kl
 """KL of 4-bit weights, which fp8 rounding must not exceed, in nats."""
 PROBE_ROWS = 4
-"""Number of held-out rows that the rounding error is measured on."""
+"""Maximum number of held-out rows that the rounding error is measured on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

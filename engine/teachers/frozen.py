@@ -73,7 +73,7 @@ class QuantizedTeacher(FrozenDecoder):
 
 @contextlib.contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
-    """Run matmuls in the arithmetic of `precision`: enable tf32 within the context if asked, else
+    """Run matmuls in the arithmetic of `precision`: enable tf32 within the context if it is `tf32`, else
     change nothing.
     """
     if precision != "tf32":

@@ -8,12 +8,12 @@ part of it either, so a teacher cannot pass them to an optimizer.
     backend       weights                                        module
     dequantized   floats, all of them in memory                  frozen.py
                   in fp8, one byte per weight in the layers      fp8.py
-    quantized     blocks, dequantised one slice at a time        frozen.py
+    quantized     blocks, dequantised before each matmul         frozen.py
     cached        none: outputs are read from a store            store/teacher.py
     none          there is no teacher
 
 `engine.teachers.backend.choose_backend` chooses among them. `dequantized` and `quantized` are the same
-`Decoder` under the same `FrozenDecoder`; `TruncatingTeacher` wraps either.
+`Decoder` under the same `FrozenDecoder`; `TruncatingTeacher` and `TeacherInContext` wrap either.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ once, whichever dtype held them before. Blocks are dequantised by the reference 
 never by a kernel, whose last bit may differ.
 
 Cost: tensors are compared on their device in the order of the forward pass up to the first difference,
-which for two different models is the embedding. Different shapes cost nothing, and neither do blocks of
-the same bytes, which are not dequantised. The check needs about 80 MiB in addition to the models.
+which for two different models is the embedding. Different shapes cost nothing, and blocks of
+the same bytes are not dequantised. The check needs about 80 MiB in addition to the models.
 
 Two models whose weights differ everywhere by less than bf16 rounding count as the same. Not
 detected: a student with some rows of the vocabulary cut off, or a teacher quantised from the

@@ -82,7 +82,7 @@ class TruncatingTeacher:
         """Return the probability dropped on the labelled tokens of `batches`, at the loss's
         temperature; NaN if there are none.
 
-        Costs one forward pass of the teacher and some tens of MiB of memory, because the two sums
+        Costs one forward pass of the teacher for each batch and some tens of MiB of memory, because the two sums
         are accumulated over parts of the head as log-sum-exps.
         """
         head = self.inner.head()

@@ -6,9 +6,9 @@ tokenizers are known, every id is compared by the text of its token. An id that 
 defines is reported but is no error (checkpoints of one family add special tokens, and pad). An
 unknown tokenizer is also reported, never assumed to be equal.
 
-Where all tokens are the same, both encode texts made for it (`engine.formats.tokenizer_probes`): with other
-merges, or another normalizer, a model reads its text in tokens that it was not trained on. Texts with an
-id that only one of the two defines are not compared.
+Where no id has two different tokens, both tokenizers also encode texts made for this check
+(`engine.formats.tokenizer_probes`): with other merges, or another normalizer, a model reads its text in tokens that it
+was not trained on. Texts with an id that only one of the two defines are not compared.
 
 Ids at and beyond the student's vocabulary are cut from the teacher, so they are not compared.
 
@@ -65,7 +65,7 @@ class Comparison:
 
 
 def compare(here: Tokenizer, there: Tokenizer, ids: int) -> Comparison:
-    """Compare the tokens with ids below `ids` of both, and the tokens as which both encode texts."""
+    """Compare the tokens of both with ids below `ids` and, if none differs, the tokens that both encode texts into."""
     tokens_here, tokens_there = here.tokens(), there.tokens()
     differing = []
     shared = set()
@@ -126,8 +126,8 @@ def check_vocabularies(known: Mapping[str, Tokenizer | None], ids: int) -> tuple
             if found.one_sided:
                 notes.append(
                     f"vocabulary: {found.shared:,} of {ids:,} ids are the same token in "
-                    f"{whose} and {other_owner}, none is another; {found.one_sided:,} are a token "
-                    "in one of them alone"
+                    f"{whose} and {other_owner}, no id is a different token; {found.one_sided:,} are a "
+                    "token in one of them alone"
                 )
     return tuple(notes)
 
@@ -169,7 +169,7 @@ def _refusal_of_text(
         "vocabulary",
         f"{tokenizer.path} ({whose}), {other_tokenizer.path} ({other_owner})",
         "the same tokens for every text",
-        f"{len(found.split):,} of {found.texts:,} texts in other tokens, all ids being the same:{listed}{more}",
+        f"{len(found.split):,} of {found.texts:,} texts in other tokens, although no id differs:{listed}{more}",
         hint="both models read the text in one tokenizer's tokens; if a model was trained with the other "
         "tokenizer.json, put that file in place of its own, else take models of one family",
     )

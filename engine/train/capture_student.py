@@ -1,8 +1,8 @@
 """Set how the student's layers run, and capture them as CUDA graphs where that was chosen.
 
 They are captured on the run's first batch, before its first step, so that a failure shows before anything is trained.
-The audit of the first steps compares what they compute with a reference (`engine.audit`), and tests with layers that
-are launched one by one.
+The audit of the first steps compares what the graphs compute with a reference (`engine.audit`). Tests compare it with
+layers that are launched one by one.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def log_no_graphs(step: int, why: str, log: Log) -> None:
 def capture_student(
     trainer: Trainer, *, length: int, given_up: Callable[[str], None] = lambda why: None
 ) -> None:
-    """Capture the layers as CUDA graphs on the next batch. When that fails, here or in a later step, calls `given_up`
-    with the reason, and the layers run without graphs."""
+    """Capture the layers as CUDA graphs on the next batch. If that fails, here or in a later step,
+    `given_up` is called with the reason, and the layers run without graphs."""
     trainer.graphs = Graphs(trainer.student, trainer.train.rows, length, trainer.dtype, given_up)
     batch = trainer.batches.take(trainer.position, trainer.train.rows)
     tokens_BT, documents_BT, _ = batch.to_torch(trainer.device)

@@ -16,7 +16,8 @@ next power of two that holds it.
 
 autograd sees one function from embedded tokens to hidden states. Its backward pass sets `.grad` itself:
 the gradients lie in the graph's memory, and copying them would cost what the graph saves. So they are
-valid only until the next backward pass, and gradients cannot be accumulated. The oracle is eager launches.
+valid only until the next backward pass, and gradients cannot be accumulated. Tests compare it with
+eager launches.
 
 A capture can fail in the middle of a run, when a batch needs a larger capacity than the GPU has memory
 for. It is made before anything of the step depends on it: it writes to its own tensors, accumulates no
@@ -180,8 +181,8 @@ def _warm_up(run: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Tensor:
 def _capture(graph: Any, pool: Any, launch: Callable[[], _Result]) -> _Result:
     """Capture `launch` and return its result.
 
-    Raises NotCaptured when it fails and the capture ends cleanly, and TrainingFailed when CUDA
-    invalidates the capture.
+    Raises NotCaptured when it fails and the capture ends cleanly, TrainingFailed when CUDA
+    invalidates the capture, and RuntimeError when an operation before the capture failed.
     """
     failure, result, begun = None, None, False
     try:

@@ -1,7 +1,7 @@
-"""Compile everything that a run needs before its first step, and log every compilation.
+"""Compile the engine's kernels that a run needs before its first step, and log each of their compilations.
 
-A compilation in the middle of a run delays a step by several seconds or more. So every kernel that the
-models will launch is compiled during a warm-up (`engine.kernels.prewarm`). A compilation after the warm-up
+A compilation in the middle of a run delays a step by several seconds or more. So every Triton kernel of the engine
+that the models will launch is compiled during a warm-up (`engine.kernels.prewarm`). A compilation after the warm-up
 is logged as late, together with how it differs from the warmed-up ones.
 
 Every method logs what it compiles.
@@ -53,7 +53,7 @@ class Compiles:
         """Keys of the compilations after warm-up, each of which delayed a step."""
 
     def warm_up(self, decoder: Decoder, device: torch.device, log: Log) -> None:
-        """Compile every Triton kernel of the engine that `decoder` launches."""
+        """Compile every Triton kernel of the engine that a frozen `decoder` launches; none without a GPU or Triton."""
         if device.type != "cuda":
             return
         from engine.kernels.dequantize import has_triton

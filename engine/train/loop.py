@@ -3,9 +3,9 @@
     fetch, forward, loss, backward, update -> log -> check -> evaluate -> save -> stop, and again
 
 A session is the part of a run that one process trains. It begins with a fresh student or a checkpoint, and ends
-at the last step, at train.stop_after, or with a request to stop. Unless an evaluation, a check or a checkpoint needs
-the weights after a step, the next step is launched before the numbers of this one are read, so that the device never
-waits.
+at the last step, at train.stop_after, or with a request to stop. Except after the first steps of a session,
+when a stop was requested, or where an evaluation, a check, a memory measurement or a checkpoint follows a step, the
+next step is launched before the numbers of this one are read, so that the device does not wait.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class _Session(NamedTuple):
 
 
 class TrainingLoop:
-    """The training loop, part of the composition root.
+    """Takes the steps of a session, and does what comes between them.
 
     It logs every step, evaluation, check and checkpoint as it happens. It holds the log itself, because the
     result of a step decides what follows.
@@ -143,7 +143,7 @@ class TrainingLoop:
         """Work of the start of the session that is deferred until after its first step."""
 
     def check(self, trainer: Trainer) -> None:
-        """Run all first-minute checks, and then stop the run if one of them failed."""
+        """Run the checks that are due before training. Raises TrainingFailed if one of them ends the run."""
         self.log(Phase(name="checking"))
         # Until its student is sharded, the trainer has a single rank, so the ranks are passed separately.
         self._act_on(self.checks.before_training(self._context(trainer)), self.keeper.ranks)
@@ -206,7 +206,8 @@ class TrainingLoop:
     def _sample(
         self, hidden: Callable[[Tensor, Tensor], Tensor], head: Head, trainer: Trainer
     ) -> tuple[str, str]:
-        """Return a prompt of the held-out text and the model's continuation; empty strings if no sample is wanted."""
+        """Return a prompt of the held-out text and the model's continuation; empty strings if no sample is
+        wanted, or none can be generated."""
         count, prompt = self.spec.eval.sample_tokens, prompt_of(self.data.heldout)
         tokenizer = next((t for t in self.inputs.tokenizers.values() if t is not None), None)
         stored = isinstance(getattr(hidden, "__self__", None), CachedTeacher)
@@ -219,7 +220,8 @@ class TrainingLoop:
         return tokenizer.decode(prompt), tokenizer.decode(self._continued)
 
     def check_saved(self, saved: Artefact, student: Decoder) -> None:
-        """Compare the saved student with `student`, the trained one. Raises TrainingFailed when they differ."""
+        """Compare the saved student with `student`, the trained one. Raises TrainingFailed if a check of it
+        ends the run."""
         self._act_on(self.checks.at_end(saved, self.step, student))
 
     def train(self, trainer: Trainer) -> RunFinished | None:
@@ -274,7 +276,7 @@ class TrainingLoop:
         return None
 
     def _begin(self, trainer: Trainer) -> _Session:
-        """Begin a session, and run the checks that are due before its first step."""
+        """Begin the steps of a session: log its phase, and make the observers of its steps."""
         self.stop.steps_begin()
         self.step = self.keeper.saved_step = trainer.step
         begun = f"from step {trainer.step} to {self.spec.train.steps}"
@@ -327,7 +329,8 @@ class TrainingLoop:
         return to_events.wrote(launched, self.spec, rollout.turns, self.inputs.tokenizer.decode)
 
     def _check_step(self, step: StepDone, session: _Session) -> None:
-        """Raise TrainingFailed if a check or a number of the step ends the run."""
+        """Log the results of the checks that are due after a step. Raises TrainingFailed if a check or a number of the
+        step ends the run."""
         if self._reading is not None and self._reading.done:
             self.end_reading(session.trainer)
         self._act_on(session.audit.after(step))
@@ -418,7 +421,7 @@ class TrainingLoop:
 
     def end_reading(self, trainer: Trainer) -> None:
         """Wait until the newest checkpoint is read back, and then delete those that are no longer kept. Raises
-        TrainingFailed when the newest one cannot be resumed from."""
+        TrainingFailed if a check of the newest one ends the run."""
         if self._reading is None:
             return
         reading, self._reading = self._reading, None

@@ -6,8 +6,8 @@ With w = warm-up steps, N = total_steps and s the step counted from 0:
     s >= w, cosine    peak * (1 - (1 - final_ratio) * (1 - cos(pi x)) / 2),   x = (s + 1 - w) / (N - w)
     s >= w, constant  peak
 
-The last step, s = N - 1, has x = 1, so its learning rate is exactly peak * final_ratio. Later steps
-keep it. It is a pure function of the step, so a resumed run needs only its step number.
+With a cosine, the last step, s = N - 1, has x = 1, so its learning rate is exactly peak * final_ratio, which later
+steps keep. The learning rate is a pure function of the step, so a resumed run needs only its step number.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@ the points at which an observer sees it.
 
     MicroBatch -> LossTerms of each -> StepNumbers of the step -> LaunchedStep -> StepDone, the record that is logged
 
-`PhaseTimer` measures the phases of a step (`STEP_PHASES`) by the device's own clock, each from its mark to the
-next. Marks are CUDA events, recorded on the stream without waiting. They are read once the step is known to be
-over, which is one step later when the next step was launched meanwhile. The phases add up to the time
-from the first mark to the last. The time between the previous step's end and this step's first mark is
-`idle`: the device had no work. It is known only when this step was launched while the previous one was in
-flight; otherwise it would measure the pause between the two.
+`PhaseTimer` measures the phases of a step (`STEP_PHASES`) by the device's own clock, each from its mark to the next.
+Marks are CUDA events, recorded on the stream without waiting. They are read once the step is known to be over, which
+is one step later when the next step was launched meanwhile. The phases, and the time of observers that belongs to no
+phase, add up to the time from the first mark to the last. The time between the previous step's end and this step's
+first mark is `idle`: the device had no work. It is known only when this step was launched while the previous one was
+in flight; otherwise it would measure the pause between the two.
 
 `HostTime` divides the host's time between two records of steps, without a gap, so that every wait is in some number:
 the phases are device time, and do not show what the host does between two steps.
@@ -103,8 +103,8 @@ class StepNumbers(NamedTuple, Generic[_T]):
     """The numbers of one step: 0-d fp32 tensors on the device, later floats on the host."""
 
     loss: _T
-    """Part of the step's mean; the sum over micro-batches and ranks is the mean. The same holds for the next three
-    fields."""
+    """This rank's part of the step's mean, and after `over_ranks` the mean, which is the sum of the parts. The same
+    holds for the next three fields."""
     ce: _T
     kd: _T
     """0 without a teacher; `agreement` is also 0 if it is unknown."""

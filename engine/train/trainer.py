@@ -4,20 +4,20 @@
 
 as a mean over the labelled tokens of the whole optimizer step. `launch` reads from top to bottom:
 
-    fetch, or write -> teacher -> student -> loss -> backward, for each micro-batch -> norm -> update
+    fetch -> write, if text is generated -> teacher -> student -> loss -> backward, for each micro-batch
+    -> norm -> update
 
 A step is `accumulation` forward passes that share one denominator, so splitting a batch differently
 changes only rounding. The teacher runs first and without autograd.
 
-The host waits for the device in one place, `finish`. Nothing that it launches depends on the numbers it
-reads there: the device decides whether a step's numbers are finite, and the fused optimizer leaves every
-weight and moment unchanged when they are not. So a step may be launched before the previous one is
-finished, and the device never waits for the host. After `launch`, weights, optimizer and position are those
-of the step launched last. Ranks may differ in how far they launch ahead: each runs the same collectives in
-the same order.
+Unless a step generates text, the host waits for the device in one place, `finish`. Nothing that it launches depends
+on the numbers it reads there: the device decides whether a step's numbers are finite, and the fused optimizer leaves
+every weight and moment unchanged when they are not. So a step may be launched before the previous one is finished,
+and the device never waits for the host. After `launch`, weights, optimizer and position are those of the step
+launched last. Ranks may differ in how far they launch ahead: each runs the same collectives in the same order.
 
-The next batch is fetched once the backward pass of the current one has been launched. Stored teacher outputs of that
-batch are read from then on, before the optimizer runs.
+Unless text is generated, the next batch is fetched once the backward pass of the current one has been launched. Stored
+teacher outputs of that batch are read from then on, before the optimizer runs.
 
 Invariants: the rows in the logged loss are exactly the rows of the update; `lr` is read back from the
 optimizer; `position` counts the rows of steps that were begun, and not those of a batch that was only
@@ -119,7 +119,8 @@ class Trainer:
             yield self.finish(self.launch())
 
     def launch(self, before: LaunchedStep | None = None) -> LaunchedStep:
-        """Launch the next step without waiting for the device; `before` is a step that is still in flight."""
+        """Launch the next step, without waiting for the device unless text is generated; `before` is a step that is
+        still in flight."""
         # The clock starts here: what the caller does between two steps (evaluate, save) is not part of a
         # step.
         begun_s, number = time.perf_counter(), self.step + 1
@@ -197,7 +198,7 @@ class Trainer:
         )
 
     def finish(self, launched: LaunchedStep) -> StepDone:
-        """Return the record of a launched step: the only place where the host waits."""
+        """Wait for a launched step, and return its record."""
         with self.host.measure(DEVICE):
             launched.timer.wait()
         numbers, phases = launched.numbers, launched.timer.seconds()
@@ -261,7 +262,7 @@ class Trainer:
         return Fetched(self.batches.take(position, self.train.rows), position)
 
     def _write(self, rollout: Rollout, fetched: list[Fetched], step: int) -> list[Fetched]:
-        """Return the micro-batches of a step some of them with generated rows."""
+        """Return the micro-batches of a step, with generated rows in some of them."""
         first, share = (step - 1) * self.train.accumulation, rollout.section.share
         indices = [index for index in range(len(fetched)) if is_written(share, first + index)]
         if not indices:
@@ -401,7 +402,7 @@ class Trainer:
         return hidden_BTD
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
-        """Return bf16 autocast over fp32 master weights on a GPU; no autocast in fp32."""
+        """Return autocast to the student's precision, over fp32 master weights; no autocast in fp32."""
         if self.dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)

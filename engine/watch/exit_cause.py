@@ -11,13 +11,15 @@ oom_kill` counts every OOM kill on the machine, needs no privilege, and is the e
     -9 / 137      >= 1     0        none          OOM_GLOBAL, probable: the victim may be another process
     -9 / 137      0         0                      KILLED_EXTERNAL: not the kernel's OOM killer
     -9 / 137      counters unreadable             UNKNOWN, with the reason
-    -15 / 143                                     TERMINATED
+    -15 / 143, or a signal not listed             TERMINATED
     -2 / 130                                      INTERRUPTED
-    1 and a MemoryError or OutOfMemoryError       ALLOC_FAILED, of the host or of the device
-    1 and a CUDA or NCCL error                    DEVICE_FAILED
-    65 and a full disk                            DISK_FULL
-    -11 / -7 / -6 ...                             CRASHED; for -6 with the library's message
-    0, 1, 2, 64, 65, 70                           the meaning that `engine.errors` gives them
+    > 0 and a MemoryError or OutOfMemoryError     ALLOC_FAILED, of the host or of the device
+    > 0 and a CUDA or NCCL error                  DEVICE_FAILED
+    > 0 and a full disk                           DISK_FULL
+    -11 / -7 / -6 ...                             CRASHED; for -6 with the library's message, or
+                                                  ALLOC_FAILED if it names host memory
+    0, 1, 2, 64, 65, 70                           the meaning that `engine.errors` gives them; in a watched
+                                                  command, all but 0 are FAILED
     any, and the boot id changed                      HOST_LOST
     not known                                     UNKNOWN
     not known, of a process that the engine did not start:
@@ -26,18 +28,19 @@ oom_kill` counts every OOM kill on the machine, needs no privilege, and is the e
               any other                       UNKNOWN
 
 A shell reports signal n as 128 + n. If a stop was requested and no evidence points to memory, SIGKILL is
-TERMINATED. These refinements either weaken the claim or quote the kernel:
+TERMINATED. Refinements of the table:
 
 - A kernel line that names the constraint decides between OOM_MEMCG and OOM_GLOBAL: a cgroup's
   `oom_kill` also counts its processes killed because the whole machine ran out.
 - `oom` unchanged (the cgroup's own limit was not the cause) or `.local` unchanged (the victim was in
   a descendant cgroup) lowers OOM_MEMCG from strong to probable.
 - If vmstat is unchanged, an unreadable cgroup counter does not weaken the claim: vmstat counts every cgroup.
-- Exit 0 without the run's own record of its end is UNKNOWN, not COMPLETED.
+- If vmstat is unchanged but the cgroup's counter rose, the two contradict each other: UNKNOWN.
+- Exit 0 without the run's own record of its end is UNKNOWN, or TERMINATED if a stop was requested.
 
 On an integrated GPU no cgroup counter sees CUDA memory, and a machine may hang without any kill record: there the
 sentence says that unchanged counters prove nothing. The remaining evidence (the lowest available memory and the
-memory pressure before the end) is added to every SIGKILL that neither the OOM killer sent nor a stop requested.
+memory pressure before the end) is added to every SIGKILL whose verdict is KILLED_EXTERNAL or UNKNOWN.
 
 `find_kernel_line` runs `dmesg`, which is denied to ordinary users on most machines; the reason is then reported and
 only the counters decide.
@@ -180,7 +183,7 @@ def attribute_exit(
     """Attribute the end of a process by the table above.
 
     `returncode` is as in `subprocess`, None if the end was not observed. `stop_requested` names who requested a stop;
-    empty if no stop was requested. `kernel_line` is the result of `find_kernel_line`. `finished` means that the run
+    None if no stop was requested. `kernel_line` is the result of `find_kernel_line`. `finished` means that the run
     recorded its own end. `exception` is the name of the exception that ended it, from its log or
     `exception_name(stderr)`; `stderr` is the end of its standard error, `reason` is the reason that the run recorded,
     if it recorded a failure. `memory` describes the machine's memory before the end, as the sampler saw it. `is_ours`
@@ -214,7 +217,8 @@ def attribute_unseen_exit(
     before: KillCounters, after: KillCounters, *, kernel_line: str | None, memory: str | None
 ) -> ExitAttribution:
     """Attribute the end of a process whose exit status is not known. It is out of memory if the kernel's log names
-    the process, and probably so if its control group's counter rose; else unknown, with the counters."""
+    the process, and probably so if the counters of the machine and of its control group rose; else
+    unknown, with the counters."""
     machine, group = (
         _rise(before.vmstat_oom_kill, after.vmstat_oom_kill),
         _group_rise(before, after),
@@ -458,8 +462,8 @@ def _names_group(kernel_line: str | None) -> bool | None:
 
 
 def exception_name(stderr: str) -> str | None:
-    """Return the name of the exception of the last traceback in a process's stderr: `MemoryError`,
-    `torch.OutOfMemoryError`."""
+    """Return the name of the exception of the last traceback in a process's stderr, such as `MemoryError` or
+    `torch.OutOfMemoryError`; None if there is no traceback."""
     match = re.match(r"[A-Za-z_][\w.]*", _last_error(stderr))
     return match[0] if match else None
 

@@ -4,7 +4,7 @@ A rank whose recorder is on (TORCH_FR_BUFFER_SIZE, or TORCH_NCCL_TRACE_BUFFER_SI
 some) keeps its newest collectives in a ring buffer. When a process writes to the rank's named pipe, a thread of the
 rank writes them to a file, even while its other threads wait for the GPU:
 
-    variables   return the environment variables with the paths of pipes and files; variables already set are kept
+    variables   return the environment variables with the paths of pipes and files
     ask         write to each pipe; a rank answers within some seconds
     read        read the files, each a pickle of plain containers; a pickle that names a class is refused
     sentence    name the rank that is missing from a collective, or the difference between the ranks' collectives
@@ -43,7 +43,7 @@ DONE = "completed"
 
 def variables(run: Path, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables with the paths of the pipes and files of a command's ranks, and make their
-    folder. They do not turn the recorder on."""
+    folder. Empty if the user has set one of them. They do not turn the recorder on."""
     folder = (run / FOLDER).absolute()
     wanted = {
         "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(folder / _PIPE),
@@ -194,8 +194,8 @@ def has_answered(run: Path, since_unix_s: float) -> bool:
 
 
 def sentence(traces: Sequence[Trace]) -> str:
-    """Name the collective in which the ranks hang, and the rank that causes it; empty if all collectives have
-    completed."""
+    """Name the collective in which the ranks hang, and the rank that causes it, if that can be seen; empty if all
+    collectives have completed."""
     for group in sorted({group for trace in traces for group in trace.newest}, key=_sort_key):
         of_group = [trace for trace in traces if group in trace.newest]
         if text := _sentence_of_group(group, of_group, _members(group, traces)):

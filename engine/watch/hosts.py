@@ -1,9 +1,9 @@
 """The hosts of a run over several machines: the number of this host, and the detection of lost hosts.
 
 Each host has an agent of torchrun for its ranks, and a supervisor that samples the machine. When the agent of a host
-other than the first ends, its supervisor records that at once. The first host waits for these records before it
-records the end of the run, and the other hosts wait for that record. A host whose supervisor ended without a record
-is lost.
+other than the first ends, its supervisor records that at once. If the run fails, the first host waits for these
+records before it records the end of the run, and the other hosts wait for that record. A host is lost if its
+supervisor ended without a record, or has written nothing for WAIT_S when the wait is over.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.units import format_seconds
 
 POLL_S = 0.1
 WAIT_S = 30.0
-"""Time within which every host records its end once the run has ended on one of them, in seconds."""
+"""Maximum time to wait for the records of the other hosts once the run has failed on one of them, in seconds."""
 _PLACE = re.compile(r"(\d{1,5})/(\d{1,5})@([^\s@]+:\d{1,5})", re.ASCII)
 
 
@@ -57,7 +57,8 @@ class Place(NamedTuple):
 
 
 def lost_hosts(run: RunFolder) -> str:
-    """Wait until the other hosts have recorded their ends, and describe those that were lost; empty for none."""
+    """Wait until the other hosts have recorded their ends, WAIT_S at most, and describe those that were lost; empty
+    for none."""
     whole_run = RunFolder(run.path)
     follower, deadline_s, lost = Follower(whole_run), time.monotonic() + WAIT_S, {}
     while True:

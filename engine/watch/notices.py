@@ -1,11 +1,11 @@
 """Send messages about a run: it ended, its verdict got worse, it stalls. Each message is sent once per run; the
 message about the end, once per session.
 
-    observer.tick ------> Notices.tick: check the verdict every EVALUATE_EVERY_S; record the results of earlier
-    messages the end recorded ---> Notices.close: send the last message, and wait at most LIMIT_S for unfinished ones
+    observer.tick      -> Notices.tick: check the verdict every EVALUATE_EVERY_S; record the results of messages
+    end of the run     -> Notices.close: send the last message, and wait some seconds for unfinished ones
 
-Threads send them (`engine.notify.send`). An event `notified` in the watch log records which receivers got a message,
-so that a resumed run does not repeat it.
+Threads send them (`engine.notify.send`). An event `notified` in the watch log records which receivers got a message
+and which did not, so that a resumed run does not repeat it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Notices:
         self._deliveries: list[tuple[str, Delivery]] = []
         self._next_s = 0.0
         self._sent = _sent_earlier(run)
-        """Keys of the messages of this run: `stalled`, or `worse WRONG`."""
+        """Keys of the messages of this run: `stalled`, `worse SUSPECT`, `worse WRONG`, `ended`."""
 
     def tick(self, follower: Follower) -> None:
         self._collect()
@@ -60,7 +60,7 @@ class Notices:
             self._send(WORSE, f"{WORSE} {verdict.level}", follower.view, verdict)
 
     def close(self, follower: Follower, *, ended: bool = True) -> None:
-        """Send the message that the run ended, and wait for unfinished messages."""
+        """Send the message that the run ended, if `ended`, and wait for unfinished messages."""
         if ended:
             with suppress(RunLogError):
                 follower.read_all()

@@ -1,7 +1,8 @@
 """Observe the process of a run from outside: sample the machine, follow the logs, and record how it ended.
 
-Nothing here starts, stops or signals a process. Two supervisors are built on it: that of the engine's trainer
-(`engine.watch.supervisor`) and that of a watched command (`engine.attach.supervisor`).
+It neither starts nor stops the process: the watcher asks the supervisor to stop it (`stop`). The only signal that the
+watcher itself sends makes the process write its stacks (`engine.watch.stacks`). Two supervisors are built on it: that
+of the engine's trainer (`engine.watch.supervisor`) and that of a watched command (`engine.attach.supervisor`).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ TICK_S = 1.0
 
 
 class RunObserver:
-    """Observes the process `pid` of a run, from its start."""
+    """Observes the process `pid` of a run."""
 
     def __init__(
         self,
@@ -142,8 +143,9 @@ class RunObserver:
         lost_hosts: str = "",
         is_ours: bool = True,
     ) -> None:
-        """Write how the process ended. `finished`: it recorded its own end. `lost_hosts`: it could not continue
-        without other machines. `is_ours`: its exit codes have the engine's meanings."""
+        """Write how the process ended. `finished`: it recorded its own end. `lost_hosts` describes the lost machines
+        without which it could not continue; empty if none was lost. `is_ours`: its exit codes have the engine's
+        meanings."""
         if self._is_first:
             self.watcher.judge_end()
         after = read_kill_counters(cgroup=self.before.cgroup)
@@ -204,7 +206,8 @@ class RunObserver:
             self.notices = Notices(self.run, receivers, self.write_watch)
 
     def close_notices(self, *, ended: bool = True) -> None:
-        """Send the message that the run ended. Call it when everything about the end is in the log."""
+        """Send the message that the run ended, if `ended`, and wait for unfinished messages. Call it when everything
+        about the end is in the log."""
         if self.notices is not None:
             self.notices.close(self.watcher.follower, ended=ended)
 

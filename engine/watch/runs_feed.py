@@ -37,8 +37,7 @@ READ_BUDGET_S = 0.5
 UNREADABLE = "unreadable"
 READING = "reading"
 FILES = ("events.jsonl", "device.jsonl", "watch.jsonl", NAME)
-"""Files of which one has a new modification time if an ended run has changed; the user's notes can change without a
-log."""
+"""Files whose modification times show whether an ended run has changed. The user's notes can change without a log."""
 CURVE_POINTS = 12
 ALERTS_SHOWN = 6
 """Maximum number of a run's alerts shown in full in a list."""
@@ -58,10 +57,11 @@ class RunRow:
     heldout: float | None
     tokens_per_second: float | None
     began_unix_s: float
-    """Time of the first line of the run's log, or of its folder if there is no line yet."""
+    """Time of the first line of the run's logs, or of its settings if there is no line yet."""
     error: str | None
     left_s: float | None = None
-    """Seconds until its last step at the pace of this session; None for a run that has ended."""
+    """Seconds until its last step at the pace of this session; None for a run that has ended, or if it is
+    unknown."""
     alive: bool = False
     """Whether a process of the run exists."""
     alerts: tuple[tuple[str, str], ...] = ()
@@ -76,7 +76,8 @@ class RunRow:
     level: str = ""
     """Level of the verdict; empty if there is none."""
     curve: tuple[float | None, ...] = ()
-    """The loss in at most CURVE_POINTS equal intervals of the run; None for an interval with a non-finite loss."""
+    """The loss in at most CURVE_POINTS equal intervals of the run; None for an interval with a
+    non-finite loss or without a loss."""
     gpus: tuple[GpuSample, ...] = ()
     """Newest readings of each GPU, while a process of the run exists."""
     tags: tuple[str, ...] = ()
@@ -112,6 +113,7 @@ class RunsSnapshot:
     error: str | None
     """Reason why a folder could not be listed."""
     behind: bool
+    """Whether a run has not been read to its end yet."""
 
 
 def _changed_ns(folder: str) -> tuple[int, ...]:

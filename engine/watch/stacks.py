@@ -4,7 +4,7 @@ In the trainer, `register(folder)` runs before anything else. DUMP_SIGNAL then w
 every thread to `stacks/trainer.txt`, by a C handler that works even while the interpreter is stuck in a call
 that holds the GIL.
 
-In the supervisor, `Capture` works in two steps, one tick apart, so that the supervisor never waits:
+In the supervisor, `Capture` works in two steps, at least one tick apart, so that the supervisor never waits:
 
     begin    take the first sample of /proc; send the signal, if the trainer has a handler for it (without one the
              signal would end it); start py-spy with native frames, if it is installed; request the ranks' flight
@@ -21,7 +21,7 @@ does:
 
     T, t                        stopped by a signal, or held by a debugger
     D                           in the kernel, where not even SIGKILL ends it: a disk, a network, a driver
-    R, or more than half a core computing
+    R, or at least half a core   computing
     S in futex_...              waiting for a lock or for another thread
     S in ..._poll, poll_...     waiting for input
     S in pipe_read, wait_woken  waiting to read: a pipe, a socket
@@ -30,7 +30,7 @@ does:
 Not covered: which lock it is and which thread holds it; the C function that made the call, which needs a debugger.
 
 For a process that this engine did not start (`is_attached`) only /proc and py-spy are used: it gets no signal,
-whatever handlers it has. py-spy stops the process only if its stacks are needed at once.
+whatever handlers it has. py-spy stops the process briefly, except in the captures that are made at regular intervals.
 
 What could not be read is listed with the reason. No signal is sent to a stopped process, which takes none
 before it continues, nor to one in an uninterruptible wait.
@@ -124,7 +124,7 @@ def register(run: Path, rank: int = 0) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PythonStacks:
-    """A parsed `faulthandler` dump."""
+    """The Python stacks of a process, parsed from a dump of `faulthandler` or py-spy."""
 
     main: tuple[str, ...]
     """Frames of the main thread, innermost first, as `file:line in function`."""
@@ -151,8 +151,8 @@ def read_dump(text: str, main_id: str | None) -> PythonStacks | None:
 
 
 def own_frame(stack: Sequence[str]) -> str:
-    """Return the innermost frame in the engine's code, or else in a script's: a frame inside a library is less
-    useful."""
+    """Return the innermost frame in the engine's code, or else in a script's, as a frame inside a library is less
+    useful; empty if all frames are inside libraries."""
     files = {frame: frame.partition(" in ")[0] for frame in stack}
     engine_frames = (frame for frame, file in files.items() if "/engine/" in file)
     scripts = (
@@ -191,7 +191,7 @@ class Thread:
     tid: int
     name: str
     state: str
-    """One of the states in the table of the module docstring."""
+    """A state in the table of the module docstring or in `_WAITS`; `ended`; `waiting` for any other wait."""
     cpu_pct: float | None
     """CPU use between two samples, in percent; 100 is one core. None if the samples are too close together."""
     kernel: Reading

@@ -25,7 +25,7 @@ START_DEADLINE_S = 30.0
 """Seconds within which a supervisor must open its log."""
 POLL_S = 0.02
 ENDING_S = 5.0
-"""Seconds within which killed processes must be gone."""
+"""Maximum seconds to wait until killed processes are gone."""
 
 
 class Launched:
@@ -53,7 +53,7 @@ class Launched:
             return  # the supervisor ended first, so no message is needed
 
     def end(self) -> None:
-        """Kill the run's remaining processes, and wait until none of them writes any more."""
+        """Kill the run's remaining processes, and wait until none of them writes any more, ENDING_S at most."""
         tree = descendants(self.process.pid)
         if self.process.poll() is None:
             self.process.kill()
@@ -80,7 +80,9 @@ def launch(
 ) -> Launched:
     """Start the supervisor of `run` in its own session and wait until it holds the run's watch log. With
     `resume` the run continues from its newest checkpoint; `allow_fallback` permits an older one, and
-    `allow_restart` permits step 0 although a checkpoint exists. `place` is this host in a run over several hosts."""
+    `allow_restart` permits step 0 although a checkpoint exists. `place` is this host in a run over several hosts.
+    Raises RunLogError if the run is running or its output cannot be opened, InternalError if the supervisor does not
+    start."""
     if place is not None and place.number:
         run = RunFolder(run.path, read_host())
     if run.liveness().trainer or run.liveness().supervisor:
@@ -164,7 +166,8 @@ def _check_holds(pid: int, log: Path) -> None:
 
 def stop(run: RunFolder, *, now: bool = False) -> str:
     """Ask a run to finish its step, save and stop; with `now`, end it without saving. A watched command gets SIGTERM,
-    with `now` SIGKILL. Return a description of what was done."""
+    with `now` SIGKILL. Return a description of what was done. Raises BadInput if the run is not running or gets no
+    signal."""
     follower = Follower(run)
     view = follower.read_all()
     if not follower.alive.trainer and not follower.alive.supervisor:

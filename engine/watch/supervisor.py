@@ -14,9 +14,9 @@ writer is gone, whatever the cause, because the kernel closes a dead process's e
 
 SIGTERM and SIGINT are forwarded to the trainer, which finishes its step and saves. A second signal ends it at once.
 Before its first step a trainer has nothing to finish: if it has not exited within a second, because it is inside
-native code, the supervisor sends the second signal and kills all its descendants. A run with `watch.on_stall = stop`
-is stopped in the same way when the watcher reports a stall, and one with `watch.on_thrash = stop` when the machine is
-about to hang for lack of memory.
+native code, the supervisor sends the signal again, then SIGKILL, and kills all its descendants. A trainer whose run has
+`watch.on_stall = stop` gets SIGTERM when the watcher reports a stall, and SIGKILL if it does not end. One whose run has
+`watch.on_thrash = stop` gets them when the machine is about to hang for lack of memory.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ class _Supervisor:
         self.signals: list[int] = []
         self.stop_signal: str | None = None
         self.leave_by_s = math.inf
-        """Time at which a trainer that was asked to stop before its first step is killed, in seconds."""
+        """Monotonic time, in seconds, at which a trainer that was asked to stop before its first step gets the next,
+        stronger signal."""
         self.asked = int(signal.SIGTERM)
         self.started: dict[int, int] = {}
         """Pidfds of the descendants of a trainer that was asked to stop before its first step; they are killed after
@@ -260,7 +261,8 @@ class _Supervisor:
 
 
 def training_has_begun(run: RunFolder) -> bool:
-    """Return whether the present session of the trainer has started its steps, from the end of the log."""
+    """Return whether the present session of the trainer has started its steps, from the end of the log; False if the
+    log cannot be read."""
     try:
         with open_plain(run.events) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))

@@ -2,21 +2,22 @@
 
     every tick          new log lines are folded into the view, a bounded amount at a time
     every EVALUATE_EVERY_S
-                        the rules are evaluated; alerts go to watch.jsonl, each raised and cleared once
+                        the rules are evaluated, unless stacks are being captured; alerts go to watch.jsonl, each raised
+                        and cleared once
     at a stall          the stacks of the trainer are captured first, so that the alert can name the line;
-                        then, if `watch.on_stall` is `stop`, the trainer is asked to stop, and killed if
-                        it has not reacted within STOP_GRACE_S
+                        then, if `watch.on_stall` is `stop`, the trainer is asked to stop, and killed if it has
+                        not ended within STOP_GRACE_S
     in a long silence   that is not yet a stall, once in each phase: the stacks are captured, and a note says
                         where the trainer is and how long that may take; loading or compiling takes minutes
     when the GPU idles  the stacks are captured: they show why no work reaches the GPU
     every STACKS_EVERY_S
                         the stacks of a process that was already running, which has no log, are captured
 
-The watcher must never end the run it watches. If a log cannot be read, a note is logged and only the watching ends;
+An error of the watcher never ends the run. If a log cannot be read, a note is logged and only the watching ends;
 if a rule raises an error, a note is logged and the rule is disabled.
 
-Its memory is bounded: of the columns of a long run it keeps only the beginning and the end, since no rule
-uses more.
+Its memory is bounded: of a long run it keeps the first steps of the run and of the session, the newest steps and the
+newest readings, since no rule uses more.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ CHUNK_BYTES = 1 << 20
 """Bytes read from each log per tick: about 30 ms of work. The long log of a resumed run takes some minutes to
 read."""
 HEAD_ROWS, TAIL_ROWS = 512, 4096
-"""Number of first and of newest rows of a long column that are kept."""
+"""Number of first and of newest rows of a long table that are kept; of readings only the newest are."""
 STALLS = ("stalled", "stalled_at_start", "nobody_works")
 STACKS_EVERY_S = 300.0
 """Time between two captures of the stacks of an attached process, in seconds; the first is immediate."""
 STOP_GRACE_S = 60.0
-"""Seconds within which a trainer that was asked to stop must react, before it is killed."""
+"""Seconds after which a trainer that was asked to stop is killed, if it has not ended."""
 
 
 class Watcher:
@@ -68,10 +69,10 @@ class Watcher:
         wall: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`write` appends an event to watch.jsonl. `stop(why, now)` asks the trainer to stop, or ends it. `process`
-        takes the rank that the other ranks wait for, and returns the process whose stacks are captured and the file
-        to which it writes them; by default that process is `pid`. If the processes were already running when watching
-        began, `attached_pids` returns those whose stacks are captured instead."""
+        """`write` appends an event to watch.jsonl. `stop(why, now)` asks the trainer to stop, or kills it if `now`.
+        `process` takes the rank that the other ranks wait for, and returns the process whose stacks are captured and
+        the file to which it writes them; by default that process is `pid`. If the processes were already running when
+        watching began, `attached_pids` returns those whose stacks are captured instead."""
         self.run = run
         self.training_is_over = False
         """Whether the process continues without training, so that its silence is no stall."""
@@ -128,8 +129,8 @@ class Watcher:
         self._end_if_unanswered(now_s)
 
     def judge_end(self) -> None:
-        """Evaluate the rules once more, with the last lines of the log. Does nothing for a run that did not record
-        its end: `engine diagnose` judges it."""
+        """Evaluate the rules, except those about stalls, once more with the last lines of the log. Evaluates nothing
+        for a run that did not record its end: `engine diagnose` judges it."""
         with contextlib.suppress(RunLogError):
             self.follower.read_all()
         if self._is_watching and (self.view.finished or self.view.script_ended) is not None:
@@ -238,7 +239,7 @@ class Watcher:
         if self._stop_asked_s is None or self._ended or now_s - self._stop_asked_s < STOP_GRACE_S:
             return
         self._ended = True
-        self._stop(f"it did not answer within {STOP_GRACE_S:.0f} s", True)
+        self._stop(f"it has not ended within {STOP_GRACE_S:.0f} s", True)
 
 
 def quiet_text(silent: Silence, dump: StackDump) -> str:
@@ -252,8 +253,8 @@ def quiet_text(silent: Silence, dump: StackDump) -> str:
 
 
 def trimmed(view: RunView) -> RunView:
-    """Return `view` without the middle of its long columns, once a column is twice as long as the rows that are
-    kept."""
+    """Return `view` without the middle of a long table of steps and the beginning of a long table of readings, once the
+    table is twice as long as the rows that are kept."""
     changes: dict[str, Any] = {}
     if len(view.steps) >= 2 * (2 * HEAD_ROWS + TAIL_ROWS):
         begin, end = view.session_row, len(view.steps)
