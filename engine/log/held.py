@@ -1,4 +1,4 @@
-"""Record the memory of the trainer, as it reports it itself, in one small file that can be read at any time.
+"""Record the memory that the trainer itself reports, in one small file that can be read at any time.
 
     <run>/memory.held        step, source, held, reserved, peak: two little-endian u64 and three float64 in bytes
 

@@ -132,7 +132,7 @@ class RunView:
     first_unix_s: float | None = None
     last_unix_s: float | None = None
     sessions: int = 0
-    """Number of trainer processes so far: 1, and one more for each resume."""
+    """Number of sessions of the first rank so far: 1, and one more for each resume."""
     started: RunStarted | None = None
     started_unix_s: float | None = None
     watched: Watched | None = None
@@ -292,7 +292,7 @@ class RunView:
         return tuple(without_repeats(errors))
 
     @property
-    def failed_rank(self) -> RunFinished | None:
+    def first_failed_end(self) -> RunFinished | None:
         """The end record of the rank that failed before all others; None if that is rank 0, or if no rank failed."""
         failed = [report for report in self.ranks_now.values() if report.ended is not None]
         first = min(failed, key=lambda report: report.ended_unix_s, default=None)
@@ -316,8 +316,8 @@ class RunView:
         # The first rank ended without a record, and the others failed because they lost the connection to it.
         if own is None and exit_ is not None and exit_.rank == 0:
             return None
-        if (rank := self.failed_rank) is not None:
-            return msgspec.structs.replace(rank, step=step)
+        if (end := self.first_failed_end) is not None:
+            return msgspec.structs.replace(end, step=step)
         if exit_ is None or not exit_.rank or not exit_.returncode:
             return None
         # If the rank recorded its own end, the first rank failed before it.
@@ -334,7 +334,7 @@ class RunView:
         the other ranks failed because they lost the connection to it."""
         # While its processes exist, the first rank may still record an end.
         own, exit_ = self.own_finished, self.exit
-        if own is None and (exit_ is None or self.failed_rank is None):
+        if own is None and (exit_ is None or self.first_failed_end is None):
             return None
         # A rank that fails because a host was lost did not end the run.
         if (
