@@ -166,10 +166,11 @@ def _watch(options: argparse.Namespace) -> int:
 
 def load_screen(theme: str | None) -> str:
     """Import the terminal UI and return the name of its theme, before anything is started. Raises UsageError for an
-    unknown one."""
-    # Read when the first module of Textual is imported, such as by that of the themes.
+    unknown theme."""
+    # Textual reads it when its first module is imported.
     os.environ.setdefault("ESCDELAY", ESCAPE_MS)
-    # What is imported is no garbage: looking for some takes 15 ms now, and time in each later collection.
+    # Imported modules are not garbage: collecting during the import takes 15 ms, and each later collection would walk
+    # them.
     gc.disable()
     try:
         # Imported here, because --help and a demo without a terminal need no Textual.

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 AXES = ("step", "tokens", "time")
 MAX_PAUSE_S = 60.0
-"""Maximum pause between two steps that are joined by a line, in seconds: an evaluation or a checkpoint takes less."""
+"""Pause between two steps, in seconds, that a line still joins: an evaluation or a checkpoint takes less. Twice the
+longest step is added to it."""
 
 
 def axis_text(axis: str, x: float) -> str:
@@ -138,8 +139,8 @@ class Compared:
         return max(MAX_PAUSE_S + 2 * longest, GAP * steps.spacing(metric.column, "clock_s"))
 
     def value_at(self, metric: Metric, axis: str, x: float) -> float | None:
-        """Return the newest value at or before x; None before the run's first one, after its last step, or where it
-        is absent."""
+        """Return the newest value at or before x; None before the run's first one, where it is absent, or, except for
+        the held-out loss, after its last step."""
         xs, ys = self._series(metric, axis)
         if not len(xs) or (metric.column and x > xs[-1]):
             return None
@@ -164,7 +165,7 @@ class Comparison:
         return (min(x[0] for x in extents), max(x[1] for x in extents)) if extents else None
 
     def metrics(self) -> tuple[Metric, ...]:
-        """Return the metrics that a run has; the first one before there is any."""
+        """Return the metrics that at least one of the runs has; the first of METRICS if none has any."""
         logged = [x for x in METRICS if any(run.has(x) for run in self.runs)]
         return tuple(logged) or METRICS[:1]
 

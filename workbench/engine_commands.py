@@ -1,8 +1,9 @@
 """Start, stop and resume runs with the commands that a shell would run, each in its own process.
 
 Nothing here waits for training. `--detach` returns as soon as the run continues without its parent and prints
-the path of its folder as the only line on stdout. An exit code of the engine becomes the error of that code
-with the message that it printed. The child has its own session, so that closing the terminal of a screen
+the path of its folder as the only line on stdout. The exit codes 64 and 65 of the engine become UsageError and
+BadInput, any other failure InternalError, each with the message that the engine printed. The child has its own
+session, so that closing the terminal of a screen
 cannot reach it.
 """
 
@@ -32,8 +33,7 @@ def distill_arguments(spec: Path, sets: Sequence[str], out: Path | None) -> list
 
 
 def start_run(spec: Path, sets: Sequence[str], out: Path | None) -> RunFolder:
-    """Start a run in the background. Raises BadInput when the engine refuses the spec or a
-    setting."""
+    """Start a run in the background. Raises BadInput or UsageError when the engine refuses the spec or a setting."""
     return _detached([*distill_arguments(spec, sets, out), "--detach"])
 
 
@@ -60,7 +60,8 @@ def stop_run(run: RunFolder) -> str:
 
 def check_flip(arguments: Sequence[str]) -> list[str]:
     """Return the report of `engine flip --dry-run` on a flip that can be started: its plan and its cost. The
-    inputs of both arms are checked and nothing is started. Raises BadInput for one that is refused."""
+    inputs of both arms are checked and nothing is started. Raises BadInput or UsageError for a flip that is
+    refused."""
     return _run([*arguments, "--dry-run"]).stderr.strip().splitlines()
 
 
@@ -75,7 +76,8 @@ def _detached(arguments: Sequence[str]) -> RunFolder:
 
 
 def _run(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run an engine command that has to succeed; a failure is raised as the engine error with its exit code."""
+    """Run an engine command that has to succeed; exit code 64 is raised as UsageError, 65 as BadInput, and any other
+    failure as InternalError."""
     done = subprocess.run(
         [*ENGINE, *arguments],
         stdin=subprocess.DEVNULL,

@@ -75,7 +75,8 @@ class Snapshot:
     share_read: float = 1.0
     """Share of the logs that has been read, 0 to 1."""
     verification: str = ""
-    """Outcome of `engine verify` for a run that has ended, or that there is none, in one line; empty before the end."""
+    """Outcome of `engine verify` for a run that has ended, or that there is none, in one line; empty before the end,
+    and for a watched script."""
 
     @property
     def has_ended(self) -> bool:
@@ -115,7 +116,7 @@ def command_of(run: RunFolder) -> WatchedCommand | None:
 
 
 class _Verified:
-    """The kept outcome of `engine verify`, read again once its file or the log is another."""
+    """The kept outcome of `engine verify`, read again once its file or the log has changed."""
 
     def __init__(self, run: RunFolder) -> None:
         self._run = run
@@ -165,7 +166,7 @@ class RunFeed:
         try:
             _check_exists(self.run)
             if self._behind is None:
-                # Written before the log, and never changed.
+                # The command is written before the log, and never changed.
                 self._command = command_of(self.run)
             follower.read_all(time.monotonic() + self._budget())
             behind = follower.is_behind

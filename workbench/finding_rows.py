@@ -1,9 +1,10 @@
 """Findings as rows: the list of findings, and one finding with its causes and tests.
 
     * observed   + confirmed   x refuted   ? open or undecided   - withdrawn   ! could not be tested
-    > test       ! does not verify   , note
+    > test       ! files do not verify       , note
 
-The actions on a finding are in `engine.findings.changes`.
+The row of a finding has + if it is confirmed (in its own list: if it verifies), - if it was closed without a
+confirmed cause, ? if it is open, and ! if it is damaged. The actions on a finding are in `engine.findings.changes`.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class FindingFeed:
         self._seen: object = None
         self._listing: Listing | None = None
         self.finding: Finding | None = None
-        """The finding as of the last poll; None if it cannot be read or changed."""
+        """The finding as of the last poll; None if it cannot be read, or is of a kind that cannot be changed."""
 
     def poll(self) -> Listing:
         """Return its rows. Damage is shown in them, not raised."""
@@ -184,8 +185,9 @@ def _test_lines(bundle: Bundle, test: Test) -> Iterator[str]:
 
 
 def of_flip(flip: Path) -> tuple[RunFolder, list[Suspect]]:
-    """Return the run of a flip in which something went wrong (its source, or an arm A), and the change of the flip as a
-    cause of that. Raises BadInput, RunLogError."""
+    """Return the run of a flip in which something went wrong (its source, or an arm A), and the change of the flip as
+    its suspected cause; no cause if the flip has several changes, or sets B to nothing. Raises BadInput,
+    RunLogError."""
     plan = read_plan_of(flip)
     source = [RunFolder(Path(plan.source))] if is_run(Path(plan.source)) else []
     arms = [run for run in find_runs(flip / "arms") if run.name[3:4] == "a"]

@@ -167,8 +167,8 @@ def _controls(folder: Path) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """A flip as a form describes it: the options of `engine flip`, as they are typed. The engine chooses the others,
-    and a budget where none is typed."""
+    """A flip as a form describes it: the options of `engine flip`, as they are typed. The engine chooses the other
+    options, and a budget where none is typed."""
 
     assignment: str
     hypothesis: str = ""
@@ -189,8 +189,8 @@ class Wanted:
 
     def check(self, source: Path, flips: Path) -> list[str]:
         """Return the plan and its cost from the engine, which checks the inputs of both arms. Raises BadInput or
-        UsageError for a flip that would be refused. The hash of the plan is left out, because the seed that it
-        depends on is drawn when the flip starts."""
+        UsageError for a flip that would be refused. The lines of the source and of the plan's hash are left out; the
+        hash depends on a seed that is drawn when the flip starts."""
         lines = check_flip(self.arguments(source, self.folder(flips)))
         return [line for line in lines if not line.startswith(("plan sha256", "source"))]
 

@@ -38,7 +38,7 @@ class Mark:
 
     kind: Kind
     step: float
-    """The last step done at the time; fractions are between two steps."""
+    """Step at which the mark is drawn: its own, or the one that was running at its time."""
     unix_s: float
     words: tuple[str, ...] = ()
     """The title and all details. Empty for an alert, whose text is formatted only when it is shown: a run may have

@@ -57,11 +57,12 @@ def machine_words(snapshot: Snapshot, width: int, ascii_only: bool) -> list[str]
 PAGE_WIDTH = 100
 """Width of the notebook's page in characters."""
 RECENT = 200
-"""Number of the session's newest steps from which the pace is taken."""
+"""Number of the session's newest steps whose median and range of step times are shown."""
 
 
 def speed_words(snapshot: Snapshot, width: int, ascii_only: bool) -> list[str]:
-    """Return the pace, the phases of the newest step as bars, and the share of the device's peak."""
+    """Return the pace, the phases of the newest step as bars, the share of the device's peak, and the phases of the
+    session's start."""
     return [
         *_pace_lines(snapshot.view),
         *_step_bars(snapshot.view, width, ascii_only),
@@ -71,7 +72,8 @@ def speed_words(snapshot: Snapshot, width: int, ascii_only: bool) -> list[str]:
 
 
 def start_words(view: RunView, width: int, ascii_only: bool) -> list[str]:
-    """Return the phases of the session's start as bars, in their order; nothing before its log is open."""
+    """Return the phases of the session's start that took 1 % of it or more as bars, in their order; nothing before its
+    log is open."""
     seconds = view.start_s()
     total = sum(seconds.values())
     shown = {name: s for name, s in seconds.items() if s >= 0.01 * total > 0}
@@ -194,8 +196,7 @@ def kernel_words(snapshot: Snapshot) -> list[str]:
 
 
 ALERTS_SHOWN = 100
-"""A pane with every one of thousands of alerts would take seconds to lay out, in the thread that obeys keys
-and signals."""
+"""Number of alerts in a pane: thousands would take seconds to lay out, in the thread that handles keys and signals."""
 
 
 def alert_words(snapshot: Snapshot) -> list[str]:
@@ -262,7 +263,7 @@ class Pane:
     column: Literal["left", "right", "below"] = "right"
     """Position on a large terminal."""
     letter: str = ""
-    """A second key of panes whose own, such as F10, many terminals keep for themselves."""
+    """Second key of a pane whose first key, such as F10, many terminals reserve for themselves."""
     when: Literal["always", "ended", "alerts", "tall", "chosen"] = "chosen"
     """Condition on which a large terminal shows it without being chosen: always, at the end of the run, with an active
     alert, or with many rows."""
@@ -309,7 +310,8 @@ the run with the matrix rate in the datasheet.
 DEVICE_HELP = """# GPUs and host
 
 A row for each GPU: utilisation, memory of the trainer with its descendants and of other processes, power and its
-limit, temperature and clock; a `!` marks a clock that heat or a power brake holds down. Below are the reasons of low
+limit, temperature and clock; a `!` marks a clock that is held down by heat or a power brake. Below are the reasons of
+low
 clocks and the processes, once for all GPUs that have the same. Once the run has ended, the numbers are of all of it.
 """
 DATA_HELP = """# Data

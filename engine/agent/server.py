@@ -125,7 +125,9 @@ class Tools:
     def alerts(
         self, run: Run, passed: Annotated[bool, Field(description="also what passed")] = False
     ) -> Answer:
-        """List active alerts, then checks, identities, non-finite numbers and errors, with their evidence."""
+        """List active alerts, then the checks and identities that did not pass, non-finite numbers and errors, with
+        their
+        evidence."""
         follower, head, faults = self._read(run)
         view = follower.view
         judged = [*view.alerts.values(), *view.checks.values(), *view.identities, *view.non_finite]
@@ -247,7 +249,8 @@ class Tools:
         return {"id": id_of(folder), "pid": started.pid}, rows
 
     def stop_run(self, run: Run) -> Answer:
-        """Ask a run to finish its step, save a checkpoint and stop; it can be resumed."""
+        """Ask a run to finish its step, save a checkpoint and stop; it can be resumed. A watched script gets
+        SIGTERM."""
         folder = self._run(run)
         return {"id": id_of(folder)}, [{"done": stop(folder)}]
 

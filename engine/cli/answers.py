@@ -35,7 +35,7 @@ VERSIONS = {
 OF_LOGS = frozenset(
     {"run", "log-line", "diagnosis", "diagnoses", "verdict", "checks", "identities"}
 )
-"""Answers with texts out of logs, of which each is cut at `limits.LOG_TEXT`."""
+"""Answers with texts from logs; every text in them is cut at `limits.LOG_TEXT` characters."""
 
 
 def schema_of(name: str) -> str:

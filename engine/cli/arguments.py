@@ -3,8 +3,8 @@
     add_number(parser, "--jobs", limits.JOBS, "so many at once")
     parser.add_argument("--timeout", type=real(86400))
 
-A number out of range is a slip that would cost the machine. A lower bound that a command has for its own
-reasons is checked by that command, so the ranges here are symmetric about 0.
+A number out of range is a slip that would cost the machine. The ranges here are symmetric about 0, except with
+`least`: any other lower bound is checked by the command that has it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def add_number(
     least: int | None = None,
     **more: Any,
 ) -> None:
-    """Add an integer option within `limit` in absolute value; with `least` 1 it must be 1 or more."""
+    """Add an integer option within `limit` in absolute value; with `least` (only 1 is supported) it must be 1 or
+    more."""
     kind = whole if least is None else positive
     parser.add_argument(name, type=kind(limit.most), help=what, **more)
 
@@ -111,8 +112,9 @@ def add_model(parser: Parser) -> None:
 
 
 def model_argument(given: Path, wanted: Wanted = "model") -> Path:
-    """Return where the model of an argument is: its path, or the path of its snapshot if it is named as on the hub,
-    which is printed. Raises BadInput for a name that is not in the hub's cache."""
+    """Return the path of the model that an argument names: a path as it is, and for ORG/NAME that of its snapshot in
+    the
+    hub's cache, which is also printed. Raises BadInput for a name that is not in the hub's cache."""
     from engine.spec import hub_cache
 
     path = hub_cache.local_path(given, wanted)
@@ -126,7 +128,7 @@ def add_sampling(parser: Parser) -> None:
         parser,
         "--max-tokens",
         limits.POSITIONS,
-        "(512, or the context length of the model)",
+        "maximum number of tokens to generate (512, or what the model's context leaves)",
         metavar="N",
         least=1,
     )
@@ -161,17 +163,17 @@ def prepare_threads(wanted: str = "auto") -> None:
 
 
 def whole(most: int) -> Callable[[str], int]:
-    """Parse integers in [-`most`, `most`]."""
+    """Return a parser of integers in [-`most`, `most`]."""
     return _number(int, "an integer", most)
 
 
 def real(most: float) -> Callable[[str], float]:
-    """Parse finite numbers in [-`most`, `most`]."""
+    """Return a parser of finite numbers in [-`most`, `most`]."""
     return _number(float, "a number", most)
 
 
 def positive(most: int) -> Callable[[str], int]:
-    """Parse integers from 1 to `most`."""
+    """Return a parser of integers from 1 to `most`."""
     parse = whole(most)
 
     def parse_positive(text: str) -> int:

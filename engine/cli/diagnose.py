@@ -32,15 +32,16 @@ HELP = "report what is wrong with a run or any log"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = "a run folder, a log of another tool, a folder of them, or - for standard input"
     add_path(parser, "path", "PATH", what, nargs="?")
-    add_flag(parser, "--all", "also the rules that found nothing")
-    add_flag(parser, "--series", "how each name and line of the log was read")
+    add_flag(parser, "--all", "also the rules that found nothing or could not judge")
+    add_flag(parser, "--series", "how each name and line of another tool's log was read")
     add_path(
         parser, "--baseline", "OLD", "a run or log that the curves and settings are compared with"
     )
     parser.add_argument(
         "--fail-on",
         choices=("wrong", "suspect"),
-        help="for CI: exit code 1 for a verdict as bad as that or worse, else 0",
+        help="for CI: exit code 1 for a verdict as bad as that or worse, or a failed check; with suspect, also for a "
+        "change for the worse from the baseline; else 0",
     )
     add_json(parser)
     add_flag(parser, "--list", "list the rules")
@@ -52,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     engine diagnose RUN           alerts, each with its numbers and the flip that would test it; failed checks; errors
     engine diagnose train.log     what a training has printed; or TensorBoard, W&B, MLflow, trainer_state.json, CSV,
                                   JSON lines, Parquet; nothing is written (`engine import` makes a run folder of it)
-    engine diagnose DIR           every log in it, worst first, a line each
+    engine diagnose DIR           every log in it, worst first, a line each; a single log in full
     python train.py 2>&1 | engine diagnose -
     engine diagnose PATH --series how each name and line was read
     engine diagnose NEW --baseline OLD     which curves, rates, times and settings differ beyond their noise
@@ -64,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     The first line is the verdict: what explains the others, since which step, and what to do.
 
     Exit codes: 0 healthy, 1 something is wrong, a check failed or the run did, 2 something is suspected or nothing
-    could be judged.
+    could be judged, 65 a log cannot be read to its end.
     """
     if arguments.list == (arguments.path is not None):
         raise UsageError("expected either PATH or --list", hint="engine diagnose --help")

@@ -209,8 +209,8 @@ def _check_new_run(arguments: argparse.Namespace) -> _NewRun:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    """Print the data, time and memory of a new run. Return the trainer's exit code if its first steps fail, 2 if they
-    cannot be run on this machine."""
+    """Print the data, time and memory of a new run. Return the trainer's exit code if its first steps fail, 1 if the
+    check of the teacher stops the run, 2 if the steps cannot be run or timed on this machine."""
     from engine.models.transformers_config import library_warnings
     from engine.plan.data_size import measure_data
 
@@ -261,7 +261,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _engines(inputs: Inputs) -> dict[str, str]:
-    """Return what runs each model, by its owner."""
+    """Return what runs each model, by its role: teacher, student."""
     from engine.models.transformers_config import TransformersConfig
 
     engines = {}
@@ -332,9 +332,11 @@ def _settings_to_resume(
     folder: RunFolder, effective: dict[str, Any], sets: list[str], allowed: list[str]
 ) -> RunSpec:
     """Return the settings of the run with `sets` applied, from the environment and the command line. Only the
-    settings named may differ.
+    settings in `allowed` may differ.
 
-    Raises BadInput with every difference when one is not of an `allowed` key.
+    Raises UsageError for an unknown key in `allowed`; BadInput with the refused differences, or where the number of
+    rows
+    in a step would change.
     """
     from engine.spec import KEYS, build_spec, spec_from_dict
 
@@ -407,9 +409,8 @@ def _write_changes(folder: RunFolder, effective: dict[str, Any], spec: RunSpec) 
 
 
 def _project(run: RunFolder, code: int, *, as_json: bool) -> int:
-    """Print the projection of the whole run from the first steps of a run that ended with `code`. Returns the
-    exit code of the verdict: 0 when the steps were made and every check passed, 1 when one failed, 2 when one
-    is unknown."""
+    """Print the projection of the whole run from the first steps of a run that ended with `code`. Returns
+    `code` unless it is 0; then 1 when a check failed, 2 when one is unknown or no step was timed, else 0."""
     from engine.log.fold import Follower
     from engine.spec import spec_from_dict
     from engine.train.checkpoint.continuing import resume_command

@@ -3,7 +3,7 @@
     engine drill --list                     every drill: the incident, where it was met, what must name it
     engine drill swapped_tokenizer deadlock
     engine drill --all --json
-    engine drill --all --out drills         keep the table there, and the runs of failed drills
+    engine drill --all --out drills         keep the table there, and the runs of drills that did not pass
 
 Each drill is a supervised run of a few seconds in its own process and folder; drills that need a
 GPU, or a cgroup with a memory limit, report UNKNOWN where there is none.

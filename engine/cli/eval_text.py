@@ -205,7 +205,7 @@ def _cut(lines: Sequence[Result]) -> int:
 
 
 class ProgressLines:
-    """Print progress on stderr, a line every 5 s."""
+    """Print progress on stderr: a line every 5 s, and one at the end."""
 
     def __init__(self, what: str) -> None:
         self.what = what

@@ -4,7 +4,8 @@ engine generate models/qwen --prompt "def add(a, b):"           greedy
 engine generate runs/demo --prompt "Once" --temperature 0.8 --seed 3
 engine generate model.gguf --prompt-file task.txt --stop $'\\n\\n' --json
 
-MODEL is a weight file, a model folder, or the folder of a finished run. Exit 2 when the model's
+MODEL is a weight file, a model folder, the folder of a finished run, or ORG/NAME in the hub's cache. Exit 2 when the
+model's
 logits are not finite: nothing is printed in place of a token.
 """
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from engine.generation.sampling import Sampling
 
 _MOST_TOKENS = 512
-"""Default number of tokens to generate."""
+"""Default limit of the tokens to generate."""
 
 HELP = "generate text with a model"
 
@@ -116,7 +117,7 @@ def sampling_of(arguments: argparse.Namespace) -> Sampling:
 
 
 def most_tokens(model: Model, prompts: Sequence[str], wanted: int | None) -> int:
-    """Return `wanted`, or by default 512 or as many tokens as fit after the longest of `prompts`."""
+    """Return `wanted`; by default 512, or as many tokens as fit after the longest of `prompts` if they are fewer."""
     if wanted is not None:
         return wanted
     longest = max(len(ids) for ids in model.tokenizer.encode_documents(prompts))

@@ -1,4 +1,4 @@
-"""Write a first spec from a teacher, a student and data, checked as `engine distill SPEC --check` checks it.
+"""Write a first spec from a teacher, a student and data, checked as `engine distill SPEC --check-inputs` does.
 
     engine init                                     asks for what it needs
     engine init --teacher Qwen2.5-7B --student Qwen2.5-0.5B --data corpus.jsonl
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--columns",
         metavar="NAMES",
         default="",
-        help="names in the records: prompt,completion or one name, where they are not found",
+        help="field names in the records: prompt,completion or one name, where they are not recognised",
     )
     parser.add_argument("--name", metavar="NAME", help="name of the spec: NAME.toml (kd)")
     add_flag(parser, "--on-policy", "the student learns on text that it writes itself")
@@ -160,7 +160,9 @@ def _answer(
 ) -> T:
     """Return the checked value of a flag, or of an answer on the terminal, which is asked for until it can be used.
 
-    Raises UsageError where the flag is missing and there is no terminal to ask on, BadInput where its value is wrong.
+    Raises UsageError where the flag is missing, has no default, and no answer comes from a terminal; UsageError or
+    BadInput
+    where its value is wrong.
     """
     if given is not None:
         return check(given)
@@ -262,7 +264,7 @@ def _find_fitting_spec(
     """Return the text of a spec that is sound, with what its check found. Of a small corpus the longest rows are
     taken that leave one on each side of the split.
 
-    Raises the BadInput that `engine distill --check` would.
+    Raises the BadInput that `engine distill --check-inputs` would.
     """
     from engine.data.corpus import check_corpus
     from engine.data.sources import column_names

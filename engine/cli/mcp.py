@@ -7,7 +7,7 @@ engine mcp --allow-flips           the agent may start experiments that are prop
 engine mcp --allow-stop            the agent may ask a run to save and stop
 engine mcp --skill                 print how an agent uses all this, as a skill file
 
-Without these the tools only read. A client starts the server; see docs/how-to/agents.md.
+Without --allow-flips and --allow-stop the tools only read. A client starts the server; see docs/how-to/agents.md.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
     engine notify --test                a message to each of them
     engine notify --test phone          to one; also $VARIABLE, or a URL
 
-Exit 0 where every receiver took the test message, 1 where one did not; 65 for a notify.toml that cannot be used.
+Exit 0 where every receiver took the test message, 1 where one did not; 65 for a notify.toml that cannot be used or has
+no receiver.
 """
 
 from __future__ import annotations

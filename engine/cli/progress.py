@@ -85,7 +85,8 @@ def _bar(view: RunView) -> str:
 
 def attend(launched: Launched, *, as_json: bool, results: bool = True) -> int:
     """Follow the run to its end; returns its exit code. Ctrl-C and SIGTERM are forwarded; after a hang-up the
-    run continues. Without `results` nothing is written to stdout."""
+    run continues. Without `results` the results are not written to stdout; with `as_json` they are one JSON value
+    there."""
     follower = Follower(launched.run)
     progress = _Progress(launched.begun_unix_s)
     # Of several hosts the first one shows the run.
@@ -152,7 +153,8 @@ def _report(launched: Launched, follower: Follower, *, as_json: bool, results: b
 
 
 def exit_code(view: RunView, supervisor_code: int) -> int:
-    """Return the exit code that the run recorded, else the one its parent saw, else the supervisor's."""
+    """Return the exit code that the run recorded, else the one its parent saw, else the supervisor's. A signal n
+    is 128 + n; 0 without a recorded end is 1."""
     code = supervisor_code
     if view.finished is not None:
         code = view.finished.exit_code

@@ -13,7 +13,8 @@ refused.
 The card says what `engine verify RUN` found, or that the run was not verified. Where a replay did not give the
 record, the command refuses in the same way.
 
-The folder appears complete, after it was verified; nothing is overwritten. receipt.json, spec.toml and
+The folder appears complete, after it was verified (unless --unverified); nothing is overwritten. receipt.json,
+spec.toml and
 effective.json are copied unchanged, including the folder names in them.
 
 Verification compares this engine, transformers, and llama.cpp if llama-cpp-python is installed (`pip install

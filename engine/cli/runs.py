@@ -201,10 +201,10 @@ def add_stop_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def stop_run(arguments: argparse.Namespace) -> int:
-    """Ask a run to finish its step, save a checkpoint and stop; it can be resumed.
+    """Ask a run to finish its step, save a checkpoint and stop; it can be resumed. A watched script gets SIGTERM.
 
     engine stop RUN          finish the step, save, stop (exit code of the run: 143)
-    engine stop RUN --now    kill the trainer without saving
+    engine stop RUN --now    kill the trainer or the script without saving
     """
     from engine.log.folder import open_run
     from engine.watch.start_and_stop import stop

@@ -4,7 +4,8 @@ engine serve                        the runs in ./runs; open the printed URL
 engine serve runs flips evidence    several folders as one list
 engine serve --port 9000            another port than 8765
 
-It listens on 127.0.0.1 alone, reads the given folders, starts nothing and changes nothing. From another machine:
+It listens on 127.0.0.1 alone, reads the given folders, starts nothing and changes nothing in them. From another
+machine:
 ssh -L 8765:127.0.0.1:8765 HOST, then the same URL. Ctrl-C ends it.
 """
 

@@ -1,5 +1,5 @@
-"""Print every setting with its meaning and default as a spec to start from; with a FILE, that spec
-after defaults.
+"""Print every setting with its meaning and default as a spec to start from; with FILE, that
+spec with the defaults filled in.
 
 engine spec > kd.toml
 engine spec kd.toml --set loss.alpha=0.5

@@ -22,7 +22,8 @@ student's hidden states, gradients, moments and weights are compared in the firs
 and learning rates have to be the same, and the reason is printed. What a log lacks, and a checkpoint,
 corpus or teacher that is gone, is unknown, never passed.
 
-The outcome is kept in the run folder, as verified.json, where a step was compared or something differs. It is stale
+The outcome is kept in the run folder, as verified.json, where a step was compared or something differs; an earlier
+outcome of more steps of the same log stays unless the new one is a failure. It is stale
 once the log has changed.
 
 Exit codes: 0 the replay gives the record, 1 something differs (it is named), 2 something could not be compared.

@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flag(
         parser,
         "--quiet",
-        "print nothing: neither what is found wrong while it runs, nor the summary",
+        "print neither what is found wrong while it runs, nor the summary",
     )
     parser.add_argument("program", nargs="*", metavar="COMMAND", help="after --: what to run")
 
@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _notify(arguments: argparse.Namespace) -> str:
-    """Return who gets messages. Raises BadInput where one of them cannot."""
+    """Return who gets messages. Raises BadInput for a receiver that cannot be used."""
     from engine.notify.receivers import ALL, NOTIFY_VARIABLE, choose_receivers
 
     wanted = ",".join(arguments.notify) or os.environ.get(NOTIFY_VARIABLE, ALL)

@@ -21,10 +21,10 @@ ALLOWED = ("auto", "native", "managed")
 
 # contract: cuda-unified-memory-allocator-v1
 def choose_allocator(wanted: str, facts: DeviceFacts, compute_device: str = "cuda") -> Decision:
-    """Choose `managed` on an integrated GPU, `native` on everything else, or what the user set.
+    """Choose `managed` on an integrated GPU with managed memory, `native` otherwise, or what the user set.
 
-    `compute_device` is where the run computes, `cuda` or `cpu`. Raises BadInput if `wanted` is managed memory and no
-    GPU is known to have it.
+    `compute_device` is where the run computes, `cuda` or `cpu`. Raises BadInput if `wanted` is none of ALLOWED, or
+    if it is managed memory and the run computes on the CPU or the first GPU is not known to have it.
     """
     if wanted not in ALLOWED:
         raise BadInput.expected(KNOB, "the setting", f"one of {', '.join(ALLOWED)}", repr(wanted))

@@ -54,7 +54,8 @@ class DeviceFacts:
 
     @property
     def has_integrated_gpu(self) -> bool | None:
-        """Whether CUDA memory may be host memory, which no cgroup counter sees; None when CUDA does not report it."""
+        """Whether CUDA memory may be host memory, which no cgroup counter sees; None when CUDA does not report it, or
+        lists no GPU."""
         known = [device.integrated.value for device in self.cuda.devices]
         if YES in known:
             return True

@@ -37,7 +37,8 @@ class FamilyReadings:
 
 
 def read_family(pid: int, proc: Path = Path("/proc")) -> FamilyReadings:
-    """Return the sums over `pid` and its descendants; absent if a process cannot be read."""
+    """Return the sums over `pid` and its descendants; absent if `pid` has ended or a process may not be read. A
+    descendant that has just ended adds 0."""
     try:
         pids = members(pid, proc)
     except OSError as error:
@@ -70,7 +71,8 @@ def program_name(pid: int, proc: Path) -> str:
 
 
 def members(pid: int, proc: Path) -> list[int]:
-    """Return `pid` and its descendants. Raises OSError when `pid` does not exist, or the kernel has no such lists."""
+    """Return `pid` and its descendants, about MOST at most. Raises OSError when `pid` does not exist, or the kernel
+    does not list children."""
     pids: list[int] = []
     to_visit = [pid]
     while to_visit and len(pids) < MOST:

@@ -5,7 +5,7 @@ reports memory at all. One table joins them (a blank means that the column does 
 
     CUDA integrated   NVML memory      NVML utilisation   class
     no                supported                           discrete
-    no                supported, and a NUMA node          framebuffer_is_numa_node   GH200, GB200
+    no or not known   a NUMA node                         framebuffer_is_numa_node   GH200, GB200
     no                not supported    supported          unknown
     yes               not supported    supported          unified_no_framebuffer     GB10, Thor
     yes               < half MemTotal                     unified_under_reports      N1X

@@ -217,8 +217,8 @@ class Nvml:
     def processes(
         self, index: int, pids: Container[int], proc: Path = Path("/proc")
     ) -> tuple[Reading, Reading]:
-        """Return how many bytes of a GPU the processes `pids` use for CUDA, and the names of all processes that use
-        CUDA on it."""
+        """Return how many bytes of a GPU the processes `pids` use for CUDA, and a text with id, bytes
+        and name of each process that uses CUDA on it, PROCESSES_KEPT at most."""
         running = self._gpus[index].running.ask()
         source = running.source
         if running.missing is not None:

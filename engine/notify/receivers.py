@@ -80,7 +80,7 @@ def read_receivers() -> dict[str, Receiver]:
 
 def choose_receivers(wanted: str, environ: Mapping[str, str]) -> list[Receiver]:
     """Return the receivers in a comma-separated list. An entry is a name in the user's file, `all` for all names,
-    `none`, `$VARIABLE` for a variable with a URL, or a URL. Raises BadInput."""
+    `none` for no receiver, `$VARIABLE` for a variable with a URL, or a URL. Raises BadInput."""
     receivers: list[Receiver] = []
     for word in dict.fromkeys(map(str.strip, wanted.split(","))):
         if word == ALL:

@@ -81,7 +81,7 @@ class Series:
 
 
 def run_figures(view: RunView, *, limit: int = LIMIT) -> list[str]:
-    """Return the charts of a run as SVG, over its steps, or over seconds if it has no steps."""
+    """Return the charts of a run as SVG, over its steps, or over seconds if it has fewer than two."""
     steps, begin = view.steps, view.first_unix_s or 0.0
     by_step = len(steps) > 1
     whole = (steps.value("step", 0) or 0.0, steps.last("step") or 0.0) if by_step else None

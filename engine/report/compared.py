@@ -67,8 +67,8 @@ class Comparable(Protocol):
 
 
 def all_settings(run: RunFolder, view: RunView, command: WatchedCommand | None) -> dict[str, str]:
-    """Return every setting of a run as text, with the resolved values of `auto`, and the weights, device and versions
-    that it used; for a watched script, the facts that are known."""
+    """Return every setting of a run as text except NOT_SETTINGS, with the resolved values of `auto`, and the weights,
+    device and versions that it used; for a watched script, the facts that are known."""
     of_command = _command_settings(command, view) if command else {}
     return {**_effective_settings(run, view), **of_command}
 

@@ -343,7 +343,7 @@ def _samples(view: RunView) -> Iterator[str]:
 
 
 def _checks(view: RunView) -> str:
-    """Return the checks, folded to one line unless a check has failed."""
+    """Return the checks, folded to one line unless a check has failed or an error was logged."""
     counts, *checks = check_lines(view)
     is_open = any(check.level == FAIL for check in view.checks.values()) or bool(
         error_lines(view.errors)

@@ -55,7 +55,8 @@ class Folders:
         return any(os.path.commonpath([real, root]) == root for root in self._roots)
 
     def stamp(self, folder: Path) -> frozenset[tuple[str, int, int]]:
-        """Return path, modification time and size of each file of a run, a flip or a finding. Raises BadInput if a
+        """Return path, modification time and size of each file and folder of a run, a flip or a finding, except those
+        called as in NOT_READ. Raises BadInput if a
         link in it leads out of the folders, or if it has more files than MOST_FILES."""
         stamps: set[tuple[str, int, int]] = set()
         unread_folders = [str(folder)]
@@ -81,7 +82,9 @@ class Folders:
         return frozenset(stamps)
 
     def accepts(self, folder: Path) -> bool:
-        """Return whether all files of a folder are in the served folders."""
+        """Return whether a folder can be read, has at most MOST_FILES files, and no link out of the served folders;
+        NOT_READ
+        is left out."""
         try:
             self.stamp(folder)
         except (BadInput, OSError):

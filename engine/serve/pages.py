@@ -119,7 +119,7 @@ def runs_of(folders: Folders) -> Callable[[], RunsSnapshot]:
 
 def list_page(folders: Folders, read: Callable[[], RunsSnapshot]) -> Callable[[], State]:
     """Return a function that renders the list: live runs first; among live and among ended runs the worst first, then
-    the newest."""
+    the newest. Flips and findings follow; a filter hides them."""
     others: dict[Path, tuple[object, str]] = {}
 
     def render() -> State:
@@ -176,7 +176,7 @@ def _run_row(row: RunRow) -> str:
 
 def _listed(folders: Folders, path: Path, known: dict[Path, tuple[object, str]]) -> str:
     """Return the row of a flip or a finding, read again if one of its files has changed; empty if a link in it leads
-    out of the folders."""
+    out of the folders, or if it has too many files or cannot be read."""
     try:
         stamp = folders.stamp(path)
     except (BadInput, OSError):

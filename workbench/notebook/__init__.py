@@ -1,7 +1,8 @@
 """The workbench in a notebook: `from workbench.notebook import Live, Flip, Whys, Compare`.
 
-Each returns at once and shows a widget. The content comes from run folders through the same feeds as the
-terminal's, polled in a thread of its own, so the kernel stays free and nothing here touches a GPU. No port is
+Live, Flip and Whys return at once and show a widget. Its content comes from run folders through the same feeds as the
+terminal's, polled in a thread of its own, so the kernel stays free and nothing here touches a GPU. Compare reads its
+runs once and shows a figure that does not change. No port is
 opened: pages get comm messages and nothing else. `close()` ends the thread and the comms; the run, or the
 flip, continues.
 """

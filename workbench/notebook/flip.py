@@ -2,7 +2,7 @@
 
     flip = Flip("runs/kd-1")                                       choose what to test
     flip = Flip("runs/kd-1", set="teacher.backend=quantized")      name it
-    flip.wait(); flip.result
+    flip.start(); flip.wait(); flip.result
 
 The chooser offers what the run itself suggests: a flip for each alert that names one, then each automatic
 choice that could have been made otherwise. The plan below the form is the one that would be registered. The
@@ -111,7 +111,9 @@ class Flip(Panel):
         return feed.folder
 
     def stop(self) -> None:
-        """End the flip and keep its measurements; a verdict so far is written."""
+        """End the flip and keep its measurements; a verdict so far is written. Has no effect on a flip that another
+        process
+        started."""
         if self._started is not None:
             self._started.stop()
 

@@ -118,7 +118,7 @@ class Live(Panel):
 
     def start(self) -> RunFolder:
         """Start the run of the spec, or return the one already started. Returns as soon as the run continues
-        without this process. Raises BadInput."""
+        without this process. Raises BadInput, and UsageError where a run was given instead of a spec."""
         if self._spec is None:
             raise UsageError(f"{self!r}: expected a spec to start, found a run")
         # A second click while the first is being answered must not start a second run.
@@ -130,13 +130,15 @@ class Live(Panel):
         return self._feed.run
 
     def stop(self) -> str:
-        """Ask the run to finish its step, save and stop; returns the engine's message."""
+        """Ask the run to finish its step, save and stop, or send SIGTERM to a watched script; returns the engine's
+        message. Raises UsageError before the
+        start."""
         if self._feed is None:
             raise UsageError("Live: expected a run that was started, found none")
         return stop_run(self._feed.run)
 
     def resume(self) -> RunFolder:
-        """Continue a run that ended before its last step. Raises BadInput."""
+        """Continue a run that ended before its last step. Raises BadInput, and UsageError before the start."""
         if self._feed is None:
             raise UsageError("Live: expected a run that was started, found none")
         resume_run(self._feed.run)
@@ -144,7 +146,8 @@ class Live(Panel):
         return self._feed.run
 
     def frame(self, what: str = "steps") -> pandas.DataFrame:
-        """Return what was read so far as a pandas table: steps, device or compiles."""
+        """Return what was read so far as a pandas table: steps, device or compiles. Raises UsageError before the first
+        reading."""
         from workbench.notebook.frames import frame_of
 
         if self.snapshot is None:

@@ -1,7 +1,7 @@
 """The base of Live and Flip: a polling thread, a thread for commands, and two outputs in the cell.
 
-A cell gets two outputs. The first is the widget. The second is a still: SVG and text, redrawn when something
-ends and occasionally before. JupyterLab shows an error in place of a widget whose kernel is gone, whatever
+A cell gets two outputs. The first is the widget. The second is a still: SVG and text, redrawn when the run or flip
+ends, and every STILL_EVERY_S before. JupyterLab shows an error in place of a widget whose kernel is gone, whatever
 else that output contains; so the still is a separate output, which the live widget hides while it has
 something to show.
 
@@ -116,7 +116,8 @@ class Panel(ABC):
         """Return the current state as SVG figures and lines."""
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it has ended; False on a timeout. The kernel is busy meanwhile, so this is for cells that
+        """Wait until it has ended or was closed; returns False on a timeout. The kernel is busy meanwhile, so this is
+        for cells that
         need the result."""
         with self._ended:
             done = self._ended.wait_for(lambda: self.is_over or self.is_closed, timeout_s)

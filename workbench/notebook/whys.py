@@ -69,8 +69,8 @@ class Whys(Panel):
     def of(
         cls, run: str | Path, seen: str = "", *, cause: str = "", folder: str | Path = FOLDER
     ) -> Whys:
-        """Begin a finding about what a run showed: `alert ID`, `check ID`, `exit`, or what proves most. Raises
-        BadInput."""
+        """Begin a finding about what a run showed: `alert ID`, `check ID` or `exit`; if `seen` is empty,
+        the observation that proves most. Raises BadInput."""
         suspects = [Suspect(cause)] if cause else []
         return cls(changes.begin(Path(folder), open_run(Path(run)), seen, suspects).path)
 
@@ -80,7 +80,7 @@ class Whys(Panel):
     # Actions of the user
 
     def cause(self, change: str) -> str:
-        """Add a change that may end it; returns its id. Raises BadInput."""
+        """Add a change that may end the failure, as a possible cause; returns its id. Raises BadInput."""
         return self._waking(changes.suspect(self.bundle, change)).causes[-1].id
 
     def test(self, cause: str = "") -> Job:

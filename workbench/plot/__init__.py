@@ -1,5 +1,5 @@
 """Plots as text: pure functions from values to rows of characters, for a terminal of any size.
 
-`canvas` is a grid of cells with finer dots in them, `axis` maps values to dots and chooses the ticks,
-`chart` draws lines, points and levels over one x axis, `forest` draws the pairs of a flip.
+`canvas` is a grid of cells with finer dots in them, `chart` draws lines, points and levels over one x axis, `series`
+has the styles that distinguish runs, `window` is the part of a run that a timeline shows.
 """

@@ -48,7 +48,7 @@ MIN_WIDTH, MIN_HEIGHT = 24, 4
 LOW = 9
 """Number of rows below which the signs are drawn on the x axis and the values under the cursor replace the legend."""
 TALL = 12
-"""Number of rows from which the values under the cursor take two rows."""
+"""Number of rows from which the values under the cursor, and the legend of a chart with marks, may take two rows."""
 LEAST_UPPER, LEAST_BAND = 5, 3
 """Minimum rows of the lines and of a band; bands and lanes are drawn only if there are more rows."""
 CLIP = 3.0
@@ -129,7 +129,7 @@ class Chart:
     """Everything that a chart draws, for one width."""
 
     title: str = ""
-    """Drawn instead of the legend of the lines, for one chart among several with the same lines."""
+    """Drawn in the legend instead of note, lines and levels, for one chart among several with the same lines."""
     low: float = 0.0
     high: float = 1.0
     """The ends of the x axis."""
@@ -239,7 +239,9 @@ class _Drawing:
     # The legend.
 
     def legend(self) -> list[tuple[Span, Span]]:
-        """Return the legend's items, each as form and text; non-finite values come first."""
+        """Return the legend's items, each as form and text. Non-finite values come first, or after a title, which
+        replaces
+        all other items."""
         chart, glyphs = self.chart, self.glyphs
         items = [(Span(glyphs.cross, "cross"), Span(x, "cross")) for x in self.faults()]
         if chart.title:
@@ -313,7 +315,7 @@ class _Drawing:
         return self.framed(canvas, labels)
 
     def band(self, band: Band, rows: int) -> list[Row]:
-        """Draw a band; its lowest and highest value are labelled."""
+        """Draw a band; the ends of its y axis are labelled."""
         span = span_of([band.trace], (), (), False, clip=band.clip)
         if span is None:
             return centred(f"{band.name}: no finite value", self.width, rows)
@@ -352,7 +354,7 @@ class _Drawing:
         return rows
 
     def draw_cursor(self, canvas: Canvas) -> None:
-        """Draw the cursor in every empty cell of its column."""
+        """Draw the cursor in every cell of its column that is empty or has only a level or text of the axis."""
         cursor = self.chart.cursor
         if cursor is not None and self.chart.low <= cursor <= self.chart.high:
             column = self.column(cursor)
@@ -365,7 +367,7 @@ class _Drawing:
         return (self.x_axis.dot(x) or 0) // (1 if self.glyphs is ASCII else 2)
 
     def letters(self, canvas: Canvas, line: Line, y_axis: Axis) -> None:
-        """Put the letter of a line on it at intervals, and at its end."""
+        """Put the letter of a line on it at intervals, and at its end unless another line is there."""
         role, last = f"trace{line.slot}", -APART
         known = [b for b in line.trace.buckets if b.low is not None and b.high is not None]
         for index, bucket in enumerate(known):
@@ -382,7 +384,7 @@ class _Drawing:
                 last = column
 
     def crosses(self, canvas: Canvas, lines: Sequence[Line]) -> None:
-        """Draw a cross at the top for each non-finite value, and below it the letter of its line."""
+        """Draw a cross at the top of each column with a non-finite value, and below it the letters of its lines."""
         taken: dict[int, int] = {}
         for line in lines:
             for bucket in line.trace.buckets:
@@ -406,7 +408,8 @@ class _Drawing:
         return canvas
 
     def x_rows(self) -> tuple[Row, Row]:
-        """Draw the x axis and its labels; both ends are always labelled."""
+        """Draw the x axis and its labels: the cursor first, then both ends, then the ticks, each where there is
+        space."""
         chart, axis, glyphs = self.chart, self.x_axis, self.glyphs
         count = max(2, self.columns // 14)
         if chart.ticks is not None:
@@ -462,7 +465,9 @@ def span_of(
     *,
     clip: bool = False,
 ) -> tuple[float, float] | None:
-    """Return the lowest and highest y to show: every finite value except clipped ones, and each level."""
+    """Return the lowest and highest y to show, as log10 if `log_y`, of every finite value and each level; clipped
+    values
+    and, if `log_y`, values at or below 0 are left out. None without a value."""
     values = [y for t in traces for b in t.buckets for y in (b.low, b.high) if y is not None]
     values += [point.y for point in points if math.isfinite(point.y)]
     if clip and values:

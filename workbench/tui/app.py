@@ -39,7 +39,8 @@ from workbench.tui.widgets.key_bar import bindings_of
 from workbench.tui.widgets.text_pane import TextPane
 
 CLIPBOARD_BYTES = 50_000
-"""Terminals cut off or ignore an OSC 52 sequence longer than about 75 kB of base64."""
+"""Longest text that is copied, in bytes: terminals cut off or ignore an OSC 52 sequence longer than about 75 kB of
+base64."""
 
 
 def _settle() -> None:
@@ -68,7 +69,7 @@ class EscapeSelector(selectors.SelectSelector):
         return ready
 
 
-# The thread makes its selector by this name.
+# Textual's input thread makes its selector from this name.
 vars(linux_driver)["selectors"] = SimpleNamespace(
     SelectSelector=EscapeSelector, EVENT_READ=selectors.EVENT_READ
 )
@@ -97,7 +98,7 @@ class WorkbenchApp(App[None]):
         Binding("question_mark,f1", "help", "help", show=False, tooltip="this help"),
         Binding("y", "copy", "copy", show=False, tooltip="copy the pane as text"),
         Binding("S", "save", "save", show=False, tooltip="save the screen as SVG"),
-        Binding("E", "flips", "flips", show=False, tooltip="past flips with their verdicts"),
+        Binding("E", "flips", "flips", show=False, tooltip="flips with their verdicts"),
         Binding("w", "whys", "whys", show=False, tooltip="findings and their evidence"),
     ]
 
@@ -129,7 +130,7 @@ class WorkbenchApp(App[None]):
             self.push_screen(RunsScreen(self.context))
 
     def action_flips(self) -> None:
-        """Open the list of flips, for new ones about the run on screen."""
+        """Open the list of flips; a new flip started there is of the run on screen."""
         from workbench.tui.screens.lists import FlipsScreen
 
         screen = self.screen
@@ -182,7 +183,7 @@ class WorkbenchApp(App[None]):
         default_namespace: DOMNode | None = None,
         namespaces: Mapping[str, DOMNode] | None = None,
     ) -> bool:
-        """Run an action, unless it acts and read-only mode refuses it."""
+        """Run an action unless read-only mode refuses it."""
         node = self if default_namespace is None else default_namespace
         if isinstance(action, str) and is_refused(self, node, action):
             self.notify("read-only: nothing is started, stopped or changed", markup=False)
@@ -232,7 +233,7 @@ def pane_of(screen: Screen[Any]) -> Widget:
 
 
 def pane_text(screen: Screen[Any], widget: Widget) -> str:
-    """Return the title and the text of a pane, or the text of the screen."""
+    """Return the title of a pane and its text: all of a pane of text, else the rows that are visible."""
     if isinstance(widget, TextPane):
         lines = widget.whole_text().splitlines()
     else:

@@ -17,7 +17,7 @@ class Context:
     refresh_s: float = 1.0
     """Time between two polls, in seconds."""
     read_only: bool = False
-    """Whether starting, stopping, killing and writing are disabled."""
+    """Whether the keys that start, stop or change a run, a flip or evidence are disabled."""
     ascii_only: bool = False
     """Whether only ASCII characters may be drawn."""
     jobs: Jobs = field(default_factory=Jobs, compare=False)

@@ -3,8 +3,9 @@
     status   below 40 x 10      the status line and nothing else
     single   below 18 rows      one pane, chosen by its key
     tabs     below 100 x 36     the timeline and one pane, chosen by its key
-    grid     from  100 x 36     the main panes; the result when there is one, or when it is chosen;
-                                alerts while one is active; other panes replace decisions, result and kernels
+    grid     from  100 x 36     the main panes; the result once the run has ended, or when it is
+                                 chosen; alerts while one is active and the result is not shown; other panes replace
+                                 decisions, result and kernels
                                 when they are chosen; checks and kernels as well from 52 rows
 
 A zoomed pane is alone in every mode. The table `workbench.panes` says when the grid shows a pane.

@@ -36,7 +36,7 @@ REPLACEMENTS = {
 
 @lru_cache(4096)
 def drawable(text: str, *, ascii_only: bool) -> str:
-    """Return `text` without control characters, and in ASCII if requested."""
+    """Return `text` without control characters, with a space for any white space, and in ASCII if requested."""
     kept = "".join(char for char in text if char.isprintable() or char.isspace())
     kept = "".join(" " if char.isspace() else char for char in kept)
     if not ascii_only or kept.isascii():

@@ -103,8 +103,9 @@ class HeadedRun:
 def heading_lines(
     runs: Sequence[HeadedRun], width: int, *, first: Sequence[str], rows: int, ascii_only: bool
 ) -> list[Content]:
-    """Return at most `rows` lines of `width` cells. `first` is text before the runs; it is left out if the runs would
-    otherwise lose their names."""
+    """Return lines of `width` cells, at most `rows` of them unless the runs need more even without names. `first` is
+    text
+    before the runs; it is left out if the runs would otherwise lose their names."""
     lines: list[Content] = []
     names = [run.name for run in runs]
     for cells in (HEADING_CELLS, (0,)):

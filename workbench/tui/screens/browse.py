@@ -41,7 +41,7 @@ COMMON: tuple[Binding, ...] = (
 ABOUT_ROW = frozenset({"open", "zoom"})
 """The actions that need a row."""
 JOB_LINES = 3
-"""Number of lines of output that are shown of a running command."""
+"""Number of lines of output that are shown of the newest command, below its state."""
 SHARE = (30, 50)
 """Smallest and largest share of the width that a list gets next to its details, in percent."""
 

@@ -59,13 +59,13 @@ class CompareScreen(PollingScreen):
     """Draws the polls of one CompareFeed."""
 
     NOTES = (
-        "Every run keeps its letter, line style and colour.",
+        "Every run keeps its letter, marker and colour.",
         "",
         "Signs in the plot",
         "  A to F                   on a line and at its end: which run it is",
         "  × (X in ASCII)           NaN or infinite; the letter below names the run",
-        "  a gap in a line          missing steps, or a minute or more without one",
-        "  ▾ ▴ (v ^ in ASCII)       off the axis",
+        "  a gap in a line          missing steps, or by time more than a minute without one",
+        "  ▾ (v in ASCII)           0 or less, on a logarithmic axis",
         "",
         "x is steps, tokens so far, or seconds since the run's first line, start-up included.",
         "Settings are the effective ones: `auto: bf16` is auto, resolved to bf16.",

@@ -5,7 +5,7 @@ edited; below it is the plan that would be registered, with the time, memory and
 `engine flip --dry-run`. Enter starts it. After that the screen shows the flip's folder; a verdict
 folds the details, and z unfolds them. The flip has its
 own process: leaving the screen, ctrl+c and closing the workbench do not end it, and F or the list of flips
-finds it again; only ctrl+x ends it, keeping its measurements.
+finds it again; ctrl+x ends one that this screen started, and keeps its measurements.
 """
 
 from __future__ import annotations
@@ -47,14 +47,15 @@ class FlipScreen(PollingScreen):
 
     NOTES = (
         "A flip runs this spec in pairs, A as it is and B with one setting changed, until the",
-        "interval of B/A lies on one side of the margin, or inside it. The plan is registered first.",
+        "interval of B/A lies on one side of the margin or inside it, or the budget is used up. The",
+        "plan is registered first.",
         "",
         "The verdict is one sentence and the next action; z shows the statistics that it rests on.",
         "B_FASTER, B_SLOWER, EQUIVALENT are decided; INCONCLUSIVE says what would decide it;",
         "`measured` needs controls of the last day (`engine flip --controls run`), else it is a `screen`.",
         "",
         "Leaving this screen, ctrl+c or closing the workbench does not end a flip: it continues, and E",
-        "lists it. ctrl+x ends it and keeps its measurements.",
+        "lists it. ctrl+x ends a flip that this screen started, and keeps its measurements.",
     )
 
     AUTO_FOCUS = ""

@@ -124,7 +124,7 @@ class ChooseScreen(ModalScreen[str]):
     """
 
     def __init__(self, title: str, question: str, answers: Sequence[tuple[str, str]]) -> None:
-        """`answers` maps keys to what each does; `n` is always one of them."""
+        """`answers` pairs keys with what each does; `n` is always one of the keys."""
         super().__init__()
         assert NO in dict(answers), answers
         self._title, self._question, self._answers = title, question, tuple(answers)

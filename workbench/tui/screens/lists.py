@@ -30,6 +30,8 @@ class WhysScreen(BrowseScreen[FindingsFeed]):
         "A finding begins with what went wrong in a run (W on its screen), names changes that may end",
         "it, and tests them: the unchanged runs must show it, and the changed runs must not.",
         "It is kept in evidence/DATE-NAME/, with all that its tests were judged by, frozen by hash.",
+        "",
+        "+ confirmed   ? open   - closed without a confirmed cause   ! damaged",
     )
     BINDINGS: ClassVar[list[BindingType]] = own_keys(
         Binding("enter", "open", "open", tooltip="the finding under the cursor"),
@@ -49,7 +51,7 @@ class FlipsScreen(BrowseScreen[FlipsFeed]):
 
     TITLE = "experiments"
     NOTES = (
-        "+ decided   ? inconclusive   ! invalid, or the arms compute different things   ~ running",
+        "+ decided   ? inconclusive   ! invalid, unreadable, or the arms compute different things   ~ running",
         "",
         "measured     registered beforehand, and every control and proof that its verdict needs passed: A against A,",
         "             A made slower, the setting was flipped, nothing else differs, and the losses agree",

@@ -49,7 +49,8 @@ Problem = EngineError | OSError
 def run_command(
     node: Widget, name: str, call: Callable[[], str], done: Callable[[str, Problem | None], object]
 ) -> None:
-    """Run an engine command in a thread; `done` is called with its message, or with its refusal and that as text."""
+    """Run an engine command in a thread; `done` is called with its message and None, or with the text of its
+    refusal and the error."""
 
     def work() -> None:
         problem: Problem | None = None

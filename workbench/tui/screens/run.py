@@ -63,9 +63,10 @@ class RunScreen(PollingScreen):
         "  ◆ (H in ASCII)         an evaluation of the student on held-out text",
         "  L, C, K                training loss, its cross entropy, its divergence (c chooses them)",
         "  × (X in ASCII)         NaN or infinite: the line breaks there",
-        "  ▾ ▴ (v ^ in ASCII)     off the axis",
+        "  ▾ ▴ (v ^ in ASCII)     0 or less on a logarithmic axis, above the end of the axis of step times",
         "  dashed level           on held-out text: the loss of the teacher, and of the student at the start",
-        "  SM, GPU, mem, W, TC    shares: busy SMs, time with a kernel, memory, power limit, busy tensor cores",
+        "  SM, GPU, mem, own      shares: busy SMs, time with a kernel, memory in use, memory of the trainer",
+        "  W, TC                  shares: of the power limit, busy tensor cores",
         "Signs on the row of marks",
         "  × ! R C s c            not finite, alert, resumed, late compile, saved, compile",
         "",
@@ -309,7 +310,7 @@ class RunScreen(PollingScreen):
 
     @on(LossChart.Opened)
     def open_marks(self, message: LossChart.Opened) -> None:
-        """Show what is under the cursor, and open the form filled with the flip that its alert names."""
+        """Show the marks under the cursor, and offer the form of the flip that an alert among them names."""
         can_flip = bool(self.check_action("flip", ()))
         flippable = next(
             (mark.alert for mark in message.marks if can_flip and mark.alert and mark.alert.flip),

@@ -248,7 +248,7 @@ class RunsScreen(PollingScreen):
     # Marks.
 
     def action_mark(self) -> None:
-        """Mark the run under the cursor with the first free style, and move to the next."""
+        """Mark the run under the cursor with the first free style, or unmark it, and move to the next."""
         table = self.query_one(RunsTable)
         row = table.selected
         if row is None:
@@ -370,8 +370,8 @@ def _folders(snapshot: RunsSnapshot) -> str:
 
 
 def preview_lines(row: RunRow) -> list[str]:
-    """Return what is known of a run: its folder, its progress, tags, alerts, its state in a sentence, failed checks,
-    results."""
+    """Return what is known of a run: its folder, its progress, up to three alerts, its tags and note, the error of its
+    log, its state in a sentence, failed checks, results."""
     lines = [path_text(row.path)]
     if row.total_steps is not None or row.last_step:
         total = "" if row.total_steps is None else f"/{row.total_steps}"

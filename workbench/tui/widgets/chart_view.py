@@ -19,7 +19,7 @@ from workbench.plot.series import series_style
 
 
 class ChartView(Widget):
-    """Draws one chart. Lines with letters have the colours of their runs, others those of the theme."""
+    """Draws one chart. If a line has a letter, lines have the colours of `SERIES`, otherwise those of the theme."""
 
     class Resized(Message):
         """The width has changed, so the chart has to be computed again."""
@@ -103,5 +103,5 @@ class ChartView(Widget):
 
 
 def _differ(a: object, b: object) -> bool:
-    """Compare by identity, because views and charts are long."""
+    """Return whether two values differ. Views and charts are compared by identity, because they are long."""
     return a is not b and (isinstance(a, RunView | Chart) or a != b)

@@ -1,4 +1,4 @@
-"""An input line for a filter or an edit, visible while one is typed or a filter is active."""
+"""An input line for a filter, visible while it is typed or active."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from textual.widgets import Input
 
 
 class FilterLine(Input):
-    """Disabled until something is typed, so that no other key is typed into it."""
+    """An input that is enabled only between `begin` and `leave`, so that no other key is typed into it."""
 
     DEFAULT_CSS = "FilterLine { display: none; height: 1; border: none; padding: 0; }"
 

@@ -36,7 +36,7 @@ WATCHED_HINTS = {
 }
 """The hints of fields that are empty at first for a watched run: the engine chooses what its steps need."""
 CHECK_AFTER_S = 0.4
-"""Pause in typing after which the engine checks whether both arms can run."""
+"""Pause in typing, in seconds, after which the engine checks whether both arms can run."""
 
 
 class FlipForm(VerticalScroll, can_focus=False):
@@ -56,7 +56,7 @@ class FlipForm(VerticalScroll, can_focus=False):
 # What to test
 
 The list has the suggestions of the run, its alerts first; the line under the cursor fills the form.
-What cannot be tested on this run is at the end, with the reason, and cannot be chosen.
+What cannot be tested on this run is at the end after a `/`, with the reason, and cannot be chosen.
 
 Enter starts; tab moves through the fields; the plan below is the one that will be registered.
 """
@@ -116,7 +116,8 @@ Enter starts; tab moves through the fields; the plan below is the one that will 
 
     @property
     def wanted(self) -> Wanted:
-        """Return the flip that the form describes; a proposal that would end something asks just that."""
+        """Return the flip that the form describes. With the change of a proposal that names a problem, the flip tests
+        whether that problem ends, and measures nothing."""
         values = values_in(self, self._fields)
         ends = {proposal.assignment: proposal.ends for proposal in self.suggestions or ()}
         return Wanted(**values, ends=ends.get(values["assignment"], ""))

@@ -114,14 +114,14 @@ class LogView(ScrollView, can_focus=True):
 
     @property
     def shown(self) -> int:
-        """Return the number of matching lines found so far."""
+        """Return the number of matching lines found so far; without a filter, of all lines."""
         if not self.pattern:
             return 0 if self.book is None else len(self.book)
         return len(self._found)
 
     @property
     def share_filtered(self) -> float:
-        """Return the share of the log that the filter has searched."""
+        """Return the share of the log that the filter has searched, 0 to 1; 1 without a filter."""
         total = 0 if self.book is None else len(self.book)
         return (self._sought[1] - self._sought[0]) / total if self.pattern and total else 1.0
 

@@ -54,13 +54,15 @@ class LossChart(ChartView, can_focus=True):
     On top the student's losses on held-out text, with the teacher's and its own at the start as levels: only
     these can be compared, and the gap closed says how far the student has come. Without evaluations, or on
     demand, the training loss is on top, or the training loss with its parts CE and KD; a teacher has no loss that
-    corresponds to their mixture. Below it the training loss and the step times in bands of their own, and lanes: how
-    busy the GPU's SMs were, its memory (`mem`: of all processes, `own`: the trainer's), its power of the limit
-    and its tensor cores, per GPU; before the first step they are all there is. Every column shows the lowest
-    and highest of all its steps. NaN is drawn as a cross; lines break there and at gaps.
+    corresponds to their mixture. Below it in bands of their own the training loss, unless it is on top, and the step
+    times, then lanes: how busy the GPU's SMs were, its memory (`mem`: of all processes, `own`: the trainer's), its
+    power
+    as a share of the limit and how busy its tensor cores were, per GPU; without a GPU, CPU and memory; before the
+    first step they are all there is. Every column shows the lowest
+    and highest of all its steps. NaN and infinity are drawn as crosses; lines break there and at gaps.
 
-    Marks: × (X in ASCII) not finite, ! alert, R resumed, C a compile that a step waited for, c a compile,
-    s checkpoint saved. Of several in one column the first of these is drawn, and the line under the cursor
+    Marks: × (X in ASCII) not finite, ! alert, R resumed, C a compile that a step waited for, s checkpoint
+    saved, c any other compile. Of several in one column the first of these is drawn, and the line under the cursor
     names all. On a small screen they are drawn on the axis.
     """
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -94,7 +96,9 @@ class LossChart(ChartView, can_focus=True):
     window: reactive[Window] = reactive(Window())
     log_y: reactive[bool] = reactive(False)
     curves: reactive[str] = reactive("")
-    """One of CURVES that was asked for; empty for what the run has."""
+    """The curves of CURVES that the user chose; empty, or not in the run: held-out losses if there are any, else the
+    training
+    loss."""
 
     def __init__(self, title: str, *, ascii_only: bool, id: str) -> None:
         super().__init__(ascii_only=ascii_only, id=id, classes="pane")

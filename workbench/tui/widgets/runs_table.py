@@ -188,7 +188,8 @@ def curve_column(*, ascii_only: bool) -> Column:
 
 def differing(rows: Sequence[RunRow]) -> list[Column]:
     """Return a column for each setting that differs between the runs that have it, in the order of the specs, numeric
-    ones first."""
+    ones first: at
+    most SETTINGS_SHOWN, and none of NAMED."""
     texts_by_name: dict[str, dict[str, object]] = {}
     for settings in {id(row.settings): row.settings for row in rows}.values():
         for name, value in settings.items():
@@ -247,8 +248,8 @@ def in_order(rows: Sequence[RunRow], column: Column, *, backwards: bool) -> list
 
 class RunsTable(ScrollView, can_focus=True):
     """Draws rows below their headings; `sorted_by` is the name of a column, `backwards` reverses its order, and
-    `marked` maps marked runs to the index of their style. The cursor stays on the first row, and once it was moved on
-    its run, when the rows change. A click on a heading sorts."""
+    `marked` maps marked runs to the index of their style. When the rows change, the cursor stays on the first row
+    until the user moves it, and then on its run. A click on a heading sorts."""
 
     class Highlighted(Message):
         """Another run may be under the cursor."""

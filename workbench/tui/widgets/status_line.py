@@ -1,4 +1,4 @@
-"""The status line: the run, its progress and its state. It is shown on every screen, however small."""
+"""The status line: the run, its progress and its state. The screen of a run shows it at every size."""
 
 from __future__ import annotations
 

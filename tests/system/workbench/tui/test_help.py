@@ -32,7 +32,7 @@ def test_help_lists_each_key_what_works_everywhere_and_what_does_not_now(here: P
     for expected in (
         *("1-f11", "stop the run", "continue a run", "logarithmic", "this help"),
         "copy the pane as text",
-        "past flips with their verdicts",
+        "flips with their verdicts",
     ):
         assert expected in words
 
