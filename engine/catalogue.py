@@ -921,6 +921,16 @@ IDENTITIES: tuple[About, ...] = (
         "layers that forward() does not call",
     ),
     _identity(
+        id="decay_groups",
+        wrong="weight decay is for biases and norms alone",
+        group="update",
+        level=SUSPICION,
+        question="Does the weight decay reach the matrices of the model?",
+        means="The groups of the optimizer are swapped: the matrices are not regularised, and biases and norms shrink.",
+        remedy="give weight_decay to the group of parameters with two or more dimensions, and 0 to the others; unless "
+        "you intended this",
+    ),
+    _identity(
         id="unowned_parameters",
         wrong="parameters with gradients are in no optimizer",
         group="update",

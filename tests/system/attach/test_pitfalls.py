@@ -171,6 +171,28 @@ def a_sigmoid_in_front_of_its_own():
 def sorted_by_class():
     return fit(classify, three(), shuffle=False, y=classes)
 
+def decays(of_matrices, of_vectors):
+    net = three()
+    rates = {True: of_matrices, False: of_vectors}
+    groups = [{"params": [p for p in net.parameters() if (p.dim() > 1) is kind], "weight_decay": rate}
+              for kind, rate in rates.items()]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    x, _ = data(96)
+    for number in range(3):
+        optimizer.zero_grad()
+        classify(net, x, classes).backward()
+        optimizer.step()
+    return net
+
+def decay_of_biases_alone():
+    return decays(0.0, 0.1)
+
+def decay_of_matrices():
+    return decays(0.1, 0.0)
+
+def no_decay():
+    return decays(0.0, 0.0)
+
 def the_first_class_is_always_right():
     # As in contrastive losses, whose first logit is that of the pair.
     return fit(classify, three(), y=classes * 0)
@@ -275,7 +297,7 @@ def a_first_batch_is_predicted():
 def all_batches_are_averaged():
     return looked_at(lambda net, loader: sum(x.mean() for x, _ in loader))
 
-tell(called_for_each_epoch_and_as_long_as_all_steps,
+tell(decay_of_biases_alone, decay_of_matrices, no_decay, called_for_each_epoch_and_as_long_as_all_steps,
      a_first_batch_is_printed, a_first_batch_is_predicted, all_batches_are_averaged,
      evaluated_on_what_it_trains_on, split_after_it_was_repeated, evaluated_on_the_other_part, evaluated_on_both_parts,
      called_twice, called_for_each_micro_batch, a_cosine_past_its_end, a_rate_that_comes_to_nothing,
@@ -308,6 +330,7 @@ WRONG = {
         "schedule",
         "CosineAnnealingLR is made for 10 calls, as many as there were steps, and had 1 before",
     ),
+    "decay_of_biases_alone": ("decay_groups", "for biases and norms alone"),
     "never_called": (
         "schedule",
         "OneCycleLR is made for 10 calls, as many as there were steps, and had 0",
@@ -354,6 +377,8 @@ HEALTHY: dict[str, dict[str, str]] = {
     "a_first_batch_is_printed": {},
     "a_first_batch_is_predicted": {},
     "all_batches_are_averaged": {},
+    "decay_of_matrices": CLASSES | {"decay_groups": PASS},
+    "no_decay": CLASSES,
     "statistics_of_the_training_data": {},
     "all_are_scored_and_some_are_trained_on": {"held_out": FACT},
     "the_first_class_is_always_right": {"bounded_logits": PASS},
@@ -364,7 +389,7 @@ HEALTHY: dict[str, dict[str, str]] = {
     "the_same_number_in_each_loss": CLASSES,
     "a_term_of_another_kind": CLASSES,
 }
-IDS = (*("held_out", "schedule", "broadcast_loss", "bounded_logits", "one_class"),)
+IDS = (*("held_out", "schedule", "broadcast_loss", "bounded_logits", "one_class", "decay_groups"),)
 
 
 def test_an_evaluation_in_eval_mode_with_gradients_on_reads_what_was_trained_on(
@@ -394,6 +419,8 @@ def test_a_mistake_is_named(found: Found, name: str) -> None:
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_one_is_not(found: Found, name: str) -> None:
     seen = {id: said for id in IDS if (said := degrees(found[name], id))}
+    if name not in ("decay_of_matrices", "no_decay"):
+        seen.pop("decay_groups", None)
     # Whatever is tried here, a regression's predictions have the shape of their targets.
     if seen.get("broadcast_loss") == [PASS]:
         del seen["broadcast_loss"]

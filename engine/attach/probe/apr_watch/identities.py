@@ -46,6 +46,7 @@ from .parameters import (
     MissingGradients,
     ReachedLeaves,
     Search,
+    decay_of,
     held_by,
 )
 from .pitfalls import Classes, Pitfalls
@@ -478,6 +479,8 @@ class Identities:
     ) -> None:
         sampled.extra_lines += state.modes.check(self._torch, optimizer, self._search)
         sampled.extra_lines += [line for pitfalls in self._pitfalls for line in pitfalls.lines]
+        if state.steps == 1:
+            sampled.extra_lines += decay_of(self._torch, optimizer)
         labels = [pitfalls.labels for pitfalls in self._pitfalls if pitfalls.labels is not None]
         if labels:
             sampled.judge_later(

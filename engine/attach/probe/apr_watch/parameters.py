@@ -133,6 +133,26 @@ def held_by(optimizer: Any) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def decay_of(torch: Any, optimizer: Any) -> list[Line]:
+    """Judge which parameters of an optimizer decay: usually its matrices, and not its biases and norms."""
+    decays: dict[bool, set[bool]] = {True: set(), False: set()}
+    for group in optimizer.param_groups:
+        rate = group.get("weight_decay", 0.0)
+        if type(rate) not in (int, float):
+            return []
+        for parameter in group["params"]:
+            if type(parameter) is not torch.nn.Parameter:
+                return []  # sharded parameters may be flat
+            decays[parameter.dim() > 1].add(rate > 0)
+    name = type(optimizer).__name__
+    if decays[True] == {False} and decays[False] == {True}:
+        text = f"the weight decay of {name} is for biases and norms alone, and for none of its matrices"
+        return [("decay_groups", SUSPICION, text, {})]
+    if True in decays[True]:
+        return [("decay_groups", PASS, f"the weight decay of {name} is for matrices", {})]
+    return []
+
+
 class Modules:
     """Modules of the process, found by a search of all its objects, which takes as long as a garbage collection."""
 
