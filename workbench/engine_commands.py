@@ -1,10 +1,9 @@
 """Start, stop and resume runs with the commands that a shell would run, each in its own process.
 
-Nothing here waits for training. `--detach` returns as soon as the run continues without its parent and prints
-the path of its folder as the only line on stdout. The exit codes 64 and 65 of the engine become UsageError and
-BadInput, any other failure InternalError, each with the message that the engine printed. The child has its own
-session, so that closing the terminal of a screen
-cannot reach it.
+Nothing here waits for training. `--detach` returns as soon as the run continues without its parent and prints the path
+of its folder as the only line on stdout. The exit codes 64 and 65 of the engine become UsageError and BadInput, any
+other failure InternalError, each with the message that the engine printed. The child has its own session, so that
+closing the terminal of a screen cannot reach it.
 """
 
 from __future__ import annotations

@@ -51,8 +51,7 @@ class Listing:
 
 def beside(folders: Iterable[Path], name: str) -> tuple[Path, ...]:
     """Return the folders called `name` to search: that of the current folder, which may not exist, and those that
-    exist in
-    `folders` and in their parents."""
+    exist in `folders` and in their parents."""
     found = {Path(name).resolve(): Path(name)}
     for folder in folders:
         for place in (folder / name, folder.parent / name):

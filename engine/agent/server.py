@@ -126,8 +126,7 @@ class Tools:
         self, run: Run, passed: Annotated[bool, Field(description="also what passed")] = False
     ) -> Answer:
         """List active alerts, then the checks and identities that did not pass, non-finite numbers and errors, with
-        their
-        evidence."""
+        their evidence."""
         follower, head, faults = self._read(run)
         view = follower.view
         judged = [*view.alerts.values(), *view.checks.values(), *view.identities, *view.non_finite]

@@ -113,8 +113,7 @@ def add_model(parser: Parser) -> None:
 
 def model_argument(given: Path, wanted: Wanted = "model") -> Path:
     """Return the path of the model that an argument names: a path as it is, and for ORG/NAME that of its snapshot in
-    the
-    hub's cache, which is also printed. Raises BadInput for a name that is not in the hub's cache."""
+    the hub's cache, which is also printed. Raises BadInput for a name that is not in the hub's cache."""
     from engine.spec import hub_cache
 
     path = hub_cache.local_path(given, wanted)

@@ -43,8 +43,7 @@ def checks(arguments: argparse.Namespace) -> int:
     A check that fails on any rank has failed, and the rank is named; what the run or a rank noted as an error is shown
     below. A check that was skipped, broke or has no result yet is unknown, never passed. Exit code of a run: the
     lowest answer, 0 pass, 1 fail, an error or a rank that ended the run, 2 unknown. Of a script that is watched: 1
-    with a contradiction or an
-    error, 0 without one, 2 where no identity could be judged.
+    with a contradiction or an error, 0 without one, 2 where no identity could be judged.
     """
     if arguments.list == (arguments.run is not None):
         raise UsageError("checks: expected either a run folder or --list")

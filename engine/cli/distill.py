@@ -335,8 +335,7 @@ def _settings_to_resume(
     settings in `allowed` may differ.
 
     Raises UsageError for an unknown key in `allowed`; BadInput with the refused differences, or where the number of
-    rows
-    in a step would change.
+    rows in a step would change.
     """
     from engine.spec import KEYS, build_spec, spec_from_dict
 

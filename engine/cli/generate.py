@@ -5,8 +5,7 @@ engine generate runs/demo --prompt "Once" --temperature 0.8 --seed 3
 engine generate model.gguf --prompt-file task.txt --stop $'\\n\\n' --json
 
 MODEL is a weight file, a model folder, the folder of a finished run, or ORG/NAME in the hub's cache. Exit 2 when the
-model's
-logits are not finite: nothing is printed in place of a token.
+model's logits are not finite: nothing is printed in place of a token.
 """
 
 from __future__ import annotations

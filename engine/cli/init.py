@@ -161,8 +161,7 @@ def _answer(
     """Return the checked value of a flag, or of an answer on the terminal, which is asked for until it can be used.
 
     Raises UsageError where the flag is missing, has no default, and no answer comes from a terminal; UsageError or
-    BadInput
-    where its value is wrong.
+    BadInput where its value is wrong.
     """
     if given is not None:
         return check(given)

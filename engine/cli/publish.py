@@ -14,8 +14,7 @@ The card says what `engine verify RUN` found, or that the run was not verified. 
 record, the command refuses in the same way.
 
 The folder appears complete, after it was verified (unless --unverified); nothing is overwritten. receipt.json,
-spec.toml and
-effective.json are copied unchanged, including the folder names in them.
+spec.toml and effective.json are copied unchanged, including the folder names in them.
 
 Verification compares this engine, transformers, and llama.cpp if llama-cpp-python is installed (`pip install
 'apr-workbench[peers]'`): float weights must give the same 50 greedy tokens, block-quantised weights logits

@@ -5,8 +5,7 @@ engine serve runs flips evidence    several folders as one list
 engine serve --port 9000            another port than 8765
 
 It listens on 127.0.0.1 alone, reads the given folders, starts nothing and changes nothing in them. From another
-machine:
-ssh -L 8765:127.0.0.1:8765 HOST, then the same URL. Ctrl-C ends it.
+machine: ssh -L 8765:127.0.0.1:8765 HOST, then the same URL. Ctrl-C ends it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """One NVML query with its retry policy.
 
-"Not supported", an invalid argument, a missing function and a missing permission are properties of the device,
-driver or user and are queried once. Anything else (unknown error, GPU lost, timeout) is retried after 1, 2, 4, ... 64
-ticks; a
-tick is one sample of the monitor, so nothing here sleeps or reads a clock.
+"Not supported", an invalid argument, a missing function and a missing permission are properties of the device, driver
+or user and are queried once. Anything else (unknown error, GPU lost, timeout) is retried after 1, 2, 4, ... 64 ticks;
+a tick is one sample of the monitor, so nothing here sleeps or reads a clock.
 """
 
 from __future__ import annotations

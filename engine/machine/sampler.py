@@ -9,10 +9,9 @@ reason is logged once, when it appears or changes, and again after the field has
 that a reader of the whole log always knows it. Without NVML there are no `gpu` samples and the host sample
 has a reason for `gpu`.
 
-Fast fields are read at every tick. Slow ones (temperature, power limit, energy and processes of a GPU; free
-swap, CPU and I/O pressure, paging, OOM kills; CPU, I/O and memory of the trainer and its descendants) are read at
-every tenth and repeated in between, so that
-every record is complete; they are at most nine ticks old.
+Fast fields are read at every tick. Slow ones (temperature, power limit, energy and processes of a GPU; free swap, CPU
+and I/O pressure, paging, OOM kills; CPU, I/O and memory of the trainer and its descendants) are read at every tenth
+and repeated in between, so that every record is complete; they are at most nine ticks old.
 
 Rates are the difference of a counter between two reads, divided by the seconds between them; they are absent
 until there were two reads. One of them is `trainer_cpu_pct`, where 100 is one core busy. The kernel counts

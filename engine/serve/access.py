@@ -1,6 +1,5 @@
 """Control access: only a browser or another client on this machine that has the token is answered, and only for pages
-of
-this server. A client may send the token as a bearer token.
+of this server. A client may send the token as a bearer token.
 
 The URL that the command prints has the token. The first response sets it as a cookie and redirects to the URL without
 it, so that it appears in no history, link or referrer.

@@ -56,8 +56,8 @@ class Folders:
 
     def stamp(self, folder: Path) -> frozenset[tuple[str, int, int]]:
         """Return path, modification time and size of each file and folder of a run, a flip or a finding, except those
-        called as in NOT_READ. Raises BadInput if a
-        link in it leads out of the folders, or if it has more files than MOST_FILES."""
+        called as in NOT_READ. Raises BadInput if a link in it leads out of the folders, or if it has more files than
+        MOST_FILES."""
         stamps: set[tuple[str, int, int]] = set()
         unread_folders = [str(folder)]
         self._must_hold(unread_folders[0])
@@ -83,8 +83,7 @@ class Folders:
 
     def accepts(self, folder: Path) -> bool:
         """Return whether a folder can be read, has at most MOST_FILES files, and no link out of the served folders;
-        NOT_READ
-        is left out."""
+        NOT_READ is left out."""
         try:
             self.stamp(folder)
         except (BadInput, OSError):

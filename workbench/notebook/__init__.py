@@ -2,9 +2,8 @@
 
 Live, Flip and Whys return at once and show a widget. Its content comes from run folders through the same feeds as the
 terminal's, polled in a thread of its own, so the kernel stays free and nothing here touches a GPU. Compare reads its
-runs once and shows a figure that does not change. No port is
-opened: pages get comm messages and nothing else. `close()` ends the thread and the comms; the run, or the
-flip, continues.
+runs once and shows a figure that does not change. No port is opened: pages get comm messages and nothing else.
+`close()` ends the thread and the comms; the run, or the flip, continues.
 """
 
 from __future__ import annotations

@@ -112,8 +112,7 @@ class Flip(Panel):
 
     def stop(self) -> None:
         """End the flip and keep its measurements; a verdict so far is written. Has no effect on a flip that another
-        process
-        started."""
+        process started."""
         if self._started is not None:
             self._started.stop()
 

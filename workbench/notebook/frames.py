@@ -28,9 +28,8 @@ def frame(run: str | Path, what: str = "steps") -> pandas.DataFrame:
 def frame_of(view: RunView, what: str = "steps") -> pandas.DataFrame:
     """Return a table with one row per step (`steps`), per reading (`device`: host and GPUs one below the other,
     `source` says which) or per compile (`compiles`). Names end in the unit (`unix_s` is seconds since 1970); in
-    `steps` and `device`
-    absent values are NA, and NaN means that NaN was logged. Raises UsageError for another name of a table, and where
-    pandas is not installed."""
+    `steps` and `device` absent values are NA, and NaN means that NaN was logged. Raises UsageError for another name of
+    a table, and where pandas is not installed."""
     try:
         import pandas
     except ImportError as missing:

@@ -131,8 +131,7 @@ class Live(Panel):
 
     def stop(self) -> str:
         """Ask the run to finish its step, save and stop, or send SIGTERM to a watched script; returns the engine's
-        message. Raises UsageError before the
-        start."""
+        message. Raises UsageError before the start."""
         if self._feed is None:
             raise UsageError("Live: expected a run that was started, found none")
         return stop_run(self._feed.run)

@@ -117,8 +117,7 @@ class Panel(ABC):
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until it has ended or was closed; returns False on a timeout. The kernel is busy meanwhile, so this is
-        for cells that
-        need the result."""
+        for cells that need the result."""
         with self._ended:
             done = self._ended.wait_for(lambda: self.is_over or self.is_closed, timeout_s)
         # Again from the cell that waited; see FIRST_LOOK_S.

@@ -240,8 +240,7 @@ class _Drawing:
 
     def legend(self) -> list[tuple[Span, Span]]:
         """Return the legend's items, each as form and text. Non-finite values come first, or after a title, which
-        replaces
-        all other items."""
+        replaces all other items."""
         chart, glyphs = self.chart, self.glyphs
         items = [(Span(glyphs.cross, "cross"), Span(x, "cross")) for x in self.faults()]
         if chart.title:
@@ -466,8 +465,7 @@ def span_of(
     clip: bool = False,
 ) -> tuple[float, float] | None:
     """Return the lowest and highest y to show, as log10 if `log_y`, of every finite value and each level; clipped
-    values
-    and, if `log_y`, values at or below 0 are left out. None without a value."""
+    values and, if `log_y`, values at or below 0 are left out. None without a value."""
     values = [y for t in traces for b in t.buckets for y in (b.low, b.high) if y is not None]
     values += [point.y for point in points if math.isfinite(point.y)]
     if clip and values:

@@ -38,8 +38,7 @@ MIN_WIDTH = 16
 
 def wrapped(line: str, width: int) -> list[str]:
     """Wrap a line to rows of a width, at its spaces. Rows after the first begin where the text after a label begins,
-    or are
-    indented by two more cells; by at most four where either would take more than half of the width."""
+    or are indented by two more cells; by at most four where either would take more than half of the width."""
     width = max(width, MIN_WIDTH)
     if cell_len(line) > len(line):
         # Some of its characters are two cells wide.

@@ -104,8 +104,7 @@ def heading_lines(
     runs: Sequence[HeadedRun], width: int, *, first: Sequence[str], rows: int, ascii_only: bool
 ) -> list[Content]:
     """Return lines of `width` cells, at most `rows` of them unless the runs need more even without names. `first` is
-    text
-    before the runs; it is left out if the runs would otherwise lose their names."""
+    text before the runs; it is left out if the runs would otherwise lose their names."""
     lines: list[Content] = []
     names = [run.name for run in runs]
     for cells in (HEADING_CELLS, (0,)):

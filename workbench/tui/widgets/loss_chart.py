@@ -97,8 +97,7 @@ class LossChart(ChartView, can_focus=True):
     log_y: reactive[bool] = reactive(False)
     curves: reactive[str] = reactive("")
     """The curves of CURVES that the user chose; empty, or not in the run: held-out losses if there are any, else the
-    training
-    loss."""
+    training loss."""
 
     def __init__(self, title: str, *, ascii_only: bool, id: str) -> None:
         super().__init__(ascii_only=ascii_only, id=id, classes="pane")

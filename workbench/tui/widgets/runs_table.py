@@ -188,8 +188,7 @@ def curve_column(*, ascii_only: bool) -> Column:
 
 def differing(rows: Sequence[RunRow]) -> list[Column]:
     """Return a column for each setting that differs between the runs that have it, in the order of the specs, numeric
-    ones first: at
-    most SETTINGS_SHOWN, and none of NAMED."""
+    ones first: at most SETTINGS_SHOWN, and none of NAMED."""
     texts_by_name: dict[str, dict[str, object]] = {}
     for settings in {id(row.settings): row.settings for row in rows}.values():
         for name, value in settings.items():
