@@ -134,7 +134,7 @@ def test_a_text_that_the_teacher_does_not_know_is_found_before_the_run(
         assert done.returncode == int(fails), done.stderr
         text = done.stdout + done.stderr
         assert said in text and ("stops the run" in text) == fails
-    assert "teacher: not asked" in engine_here("data", path, "--samples", "0").stdout
+    assert "teacher: not tested on this text" in engine_here("data", path, "--samples", "0").stdout
 
 
 def test_without_the_device_time_and_memory_are_unknown(

@@ -219,13 +219,13 @@ def long_texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tails_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = Tokenizer._pieces
+    exact = Tokenizer._chunks
 
     def first_piece(self: Tokenizer, texts: Any) -> Iterator[tuple[int, str]]:
         seen: set[int] = set()
         return ((n, s) for n, s in exact(self, texts) if n not in seen and not seen.add(n))  # type: ignore[func-returns-value]
 
-    monkeypatch.setattr(Tokenizer, "_pieces", first_piece)
+    monkeypatch.setattr(Tokenizer, "_chunks", first_piece)
 
 
 def only_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +246,7 @@ def cut_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
             for first in range(0, len(text), 50_003):
                 yield number, text[first : first + 50_003]
 
-    monkeypatch.setattr(Tokenizer, "_pieces", pieces)
+    monkeypatch.setattr(Tokenizer, "_chunks", pieces)
 
 
 def test_a_long_document_that_is_cut_within_a_token_is_named(

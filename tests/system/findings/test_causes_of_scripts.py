@@ -440,7 +440,11 @@ NONSENSE = {
         AT_A_STEP, "exit", "if step == 20", "if step == 10**9:", "the statement that raises it"
     ),
     "a comment": Attempt(
-        AT_A_STEP, "exit", "loss.backward()", "loss.backward()  # !", "the code is the same"
+        AT_A_STEP,
+        "exit",
+        "loss.backward()",
+        "loss.backward()  # !",
+        "a change of comments or spaces only",
     ),
     "no asserts": Attempt(AT_A_STEP, "exit", "", "PYTHONOPTIMIZE=1", "what Python checks"),
     "an end one step earlier": Attempt(

@@ -211,9 +211,10 @@ def test_a_verdict_that_gets_worse_and_a_stall_are_sent_once_a_run_and_not_again
             one = Notices(run, [receiver], watch.write)
             for event in told:
                 watch.write(event)
-                follower.read_all()
-                one.tick(follower)
-                one.tick(follower)
+                # A tick that logs a delivered message waits until its own line is read.
+                for _ in range(len(told) + 2):
+                    follower.read_all()
+                    one.tick(follower)
             one.close(follower, ended=False)
         return [f"{got.json['event']} {got.json['level']}" for got in server.got[before:]]
 

@@ -419,7 +419,7 @@ def test_a_whole_run_reads_its_teacher_out_of_a_store_and_never_loads_it(
     )
     decision = next(d for d in view.decisions if d.knob == "teacher.backend")
     assert decision.choice == "cached" and "192 bytes per token" in decision.reason
-    assert "32 of 32 rows looked for are there" in decision.reason
+    assert "32 of 32 sampled rows of the run are stored" in decision.reason
     assert view.eval_of("teacher") is not None
     items = {name for name, _, _ in view.memory_plan.items} if view.memory_plan else set()
     assert "teacher head" in items and "teacher weights" not in items

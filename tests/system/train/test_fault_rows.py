@@ -621,7 +621,7 @@ def test_a_pair_in_which_the_machine_slept_proves_nothing(tmp_path: Path) -> Non
     )
     assert slept.suspended
     said = equal(plan(), outcome("A"), outcome("B", suspended=True))
-    assert said.level == Level.FAIL and "slept in B" in said.reason
+    assert said.level == Level.FAIL and "slept during B" in said.reason
 
 
 def test_a_clock_that_is_set_back_changes_no_duration_in_a_log(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from engine.plan.memory import EVAL_ROWS_AT_ONCE
 from engine.spec import load_spec, spec_from_dict
 from engine.train.data import prepare_data
 from engine.train.finish import Outcome, write_receipt
-from engine.train.to_events import nowhere
+from engine.train.to_events import discard
 from tests.support.kit import Kit
 from tests.support.streams import documents_of
 
@@ -123,7 +123,7 @@ def test_the_receipt_says_what_it_is_given_of_the_session_that_ends(
 
 def test_held_out_rows_are_evaluated_in_whole_batches(kit: Kit, tmp_path: Path) -> None:
     spec = load_spec(kit.spec(tmp_path, eval__rows=40), [])[0]
-    data = prepare_data(spec, check_inputs(spec), None, nowhere)
+    data = prepare_data(spec, check_inputs(spec), None, discard)
     sizes = [len(batch.tokens_BT) for batch in data.heldout]
     assert len(sizes) > 1 and set(sizes[:-1]) == {EVAL_ROWS_AT_ONCE}
     assert sum(batch.labelled for batch in data.heldout) > 0
